@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv if there is none: exact versions, the CPU build of vLLM, or vllm + flash-attn where there is a GPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+stamp=.venv/.verl_like_installed
+wanted=$(cat pyproject.toml requirements/cpu.lock scripts/environment.sh | sha256sum | cut -d' ' -f1)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
+"$python" -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+echo "Making the environment .venv (a few minutes, once) ..."
+"$python" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+if nvidia-smi -L >/dev/null 2>&1; then
+  pip install torch==2.13.0 wheel "setuptools>=77,<81"
+  pip install --no-build-isolation -e ".[gpu,dev,tensorboard]"
+else
+  pip install torch==2.13.0  # first, and by this exact version: nothing after it may replace the build
+  pip install --no-deps -r requirements/cpu.lock
+  pip install --no-deps -e .
+fi
+echo "$wanted" > "$stamp"

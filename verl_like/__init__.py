@@ -1,0 +1,1 @@
+"""verl_like: single-controller, hybrid-flow reinforcement learning of language models."""
