@@ -1,0 +1,76 @@
+"""From a loss per token to one number, exact under any split of the mini-batch.
+
+B rows, R padded response length.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from verl_like.algorithms.masked import masked_sum
+
+Aggregate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(loss_mat (B, R), loss_mask (B, R)) -> scalar: `agg_loss` with its mode and its counts already bound."""
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+def agg_loss(
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    *,
+    num_tokens: float,
+    num_sequences: float,
+    loss_scale_factor: float | None = None,
+) -> torch.Tensor:
+    """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it *is* that loss.
+
+    The counts are those of the whole mini-batch, over every rank and micro-batch, so rows may be split in any way (a row
+    itself is never split). An engine that averages gradients over data-parallel ranks multiplies by their number.
+
+    | mode | mini-batch loss |
+    |---|---|
+    | token-mean | sum of all tokens / num_tokens |
+    | token-sum | sum of all tokens |
+    | seq-mean-token-sum | sum of all tokens / num_sequences |
+    | seq-mean-token-sum-norm | sum of all tokens / num_sequences / loss_scale_factor |
+    | seq-mean-token-mean | sum over rows of the row's token mean / num_sequences |
+
+    Args:
+        loss_mat: (B, R) float, loss per token.
+        loss_mask: (B, R) bool or 0/1, the tokens that count.
+        loss_agg_mode: one of LOSS_AGG_MODES.
+        num_tokens: tokens with mask 1 in the mini-batch.
+        num_sequences: rows with at least one such token in the mini-batch.
+        loss_scale_factor: the constant of seq-mean-token-sum-norm; None = R of this call, which is only the same for all
+            micro-batches when they are padded to the same R.
+
+    Returns:
+        Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).
+
+    Raises:
+        ValueError: unknown mode; a count or scale that is not positive although the mask selects tokens.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
+    if loss_agg_mode == "seq-mean-token-mean":
+        tokens_per_row = loss_mask.bool().sum(dim=-1).clamp(min=1)
+        total = (masked_sum(loss_mat, loss_mask, axis=-1) / tokens_per_row).sum()
+    else:
+        total = masked_sum(loss_mat, loss_mask)
+
+    if loss_agg_mode == "token-sum":
+        return total
+    denominator = num_tokens if loss_agg_mode == "token-mean" else num_sequences
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        denominator *= loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    if denominator > 0:
+        return total / denominator
+    if bool(loss_mask.bool().any()):
+        raise ValueError(
+            f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} (num_tokens={num_tokens}, "
+            f"num_sequences={num_sequences}, loss_scale_factor={loss_scale_factor}) but the mask selects tokens: "
+            "pass the counts of the whole mini-batch and a positive scale"
+        )
+    return total

@@ -1,0 +1,174 @@
+"""KL divergence: per-token estimators, the penalty inside the reward, and the controllers of its coefficient.
+
+B rows, R padded response length.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+
+from verl_like.algorithms.masked import masked_mean, zero_masked
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Every name also exists with a "+" suffix: same value, gradient of k2."""
+
+
+def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL Divergence").
+
+    With d = logprob - ref_logprob:
+
+    | name | value |
+    |---|---|
+    | kl, k1 | d |
+    | abs | abs(d) |
+    | mse, k2 | d^2 / 2 |
+    | low_var_kl, k3 | exp(-d) + d - 1, with d clamped to [-20, 20] and the result to [-10, 10] |
+
+    k1 and k3 are unbiased in value, but the gradient of their mean is not the gradient of the KL; k2's is. The suffix "+"
+    (for example "k3+") keeps the named value and takes k2's gradient (straight-through).
+
+    Args:
+        logprob, ref_logprob: same shape, float, log-probabilities of the sampled tokens.
+        kl_penalty: estimator name.
+
+    Raises:
+        ValueError: unknown name; "full", which needs the logits of the whole vocabulary.
+    """
+    estimator = kl_penalty.removesuffix("+")
+    if estimator not in KL_ESTIMATORS:
+        reason = " (it needs the logits of the whole vocabulary)" if estimator == "full" else ""
+        raise ValueError(
+            f"unknown KL estimator {kl_penalty!r}{reason}: choose one of {', '.join(KL_ESTIMATORS)}, "
+            "each also with the suffix '+' for the gradient of k2"
+        )
+    difference = logprob - ref_logprob
+    if estimator in ("kl", "k1"):
+        value = difference
+    elif estimator == "abs":
+        value = difference.abs()
+    elif estimator in ("mse", "k2"):
+        value = 0.5 * difference.square()
+    else:
+        difference_clamped = difference.clamp(-20, 20)
+        value = (torch.exp(-difference_clamped) + difference_clamped - 1).clamp(-10, 10)
+    if not kl_penalty.endswith("+"):
+        return value
+    with_k2_gradient = 0.5 * difference.square()
+    return with_k2_gradient - with_k2_gradient.detach() + value.detach()
+
+
+def apply_kl_penalty(
+    token_level_scores: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    kl_coef: float,
+    estimator: str,
+) -> tuple[torch.Tensor, float]:
+    """Reward minus kl_coef times the KL estimate, per token (`algorithm.use_kl_in_reward`).
+
+    Args:
+        token_level_scores, old_log_probs, ref_log_prob: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        kl_coef: the controller's present `value`.
+        estimator: name for `kl_penalty`.
+
+    Returns:
+        token_level_rewards (B, R), 0 outside the mask, and the KL to report and to give to the controller's `update`:
+        the mean over rows of the row's token mean; rows without any response token do not count.
+    """
+    with torch.no_grad():
+        kl = zero_masked(kl_penalty(old_log_probs, ref_log_prob, estimator), response_mask)
+        rewards = zero_masked(token_level_scores, response_mask) - kl_coef * kl
+        row_kl = masked_mean(kl, response_mask, axis=-1)
+        current_kl = masked_mean(row_kl, response_mask.bool().any(dim=-1))
+    return rewards, float(current_kl)
+
+
+class FixedKLController:
+    """A coefficient that stays what the configuration says."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Does nothing: a fixed coefficient is configuration, so a resumed run follows the present configuration."""
+
+
+class AdaptiveKLController:
+    """Steers the coefficient so that the measured KL approaches a target (Ziegler et al., arXiv 1909.08593, section 2.2).
+
+    value <- value * (1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon)
+
+    Raises:
+        ValueError: target_kl or horizon not positive.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(
+                f"adaptive KL control needs target_kl > 0 and horizon > 0, got target_kl={target_kl}, horizon={horizon}: "
+                "both are divisors; set them to positive values or use type 'fixed'"
+            )
+        self.value = init_kl_coef
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Moves the coefficient after a step that measured `current_kl` over `n_steps` samples.
+
+        Raises:
+            ValueError: current_kl is not finite, which would spoil the coefficient for the rest of the run.
+        """
+        if not math.isfinite(current_kl):
+            raise ValueError(
+                f"measured KL is {current_kl}, expected a finite number: the coefficient would stay broken for the rest of "
+                "the run; look for non-finite old_log_probs or ref_log_prob"
+            )
+        proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + proportional_error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continues from the saved coefficient; target and horizon come from the present configuration."""
+        self.value = state["kl_coef"]
+
+
+KLController = FixedKLController | AdaptiveKLController
+
+
+class KLControl(Protocol):
+    """What `get_kl_controller` reads; the `algorithm.kl_ctrl` block of the configuration has these fields."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def kl_coef(self) -> float: ...
+    @property
+    def horizon(self) -> float: ...
+    @property
+    def target_kl(self) -> float: ...
+
+
+def get_kl_controller(kl_ctrl: KLControl) -> KLController:
+    """The controller that `kl_ctrl.type` names: "fixed" or "adaptive".
+
+    Raises:
+        ValueError: any other type.
+    """
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise ValueError(f"unknown kl_ctrl.type {kl_ctrl.type!r}: choose 'fixed' or 'adaptive'")

@@ -1,0 +1,61 @@
+"""Sums, means and whitening over the positions a mask selects.
+
+Masks are bool or 0/1 of any dtype. Whatever stands at a masked-out position, NaN and infinity included, never reaches a
+result or a gradient: positions are selected with `torch.where`, never by multiplication.
+"""
+
+import torch
+
+
+def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
+
+    A loss blanks its inputs with this before any nonlinear step. Blanking only the result is not enough: the gradient of
+    `exp(nan)` times 0 is still NaN.
+    """
+    return torch.where(mask.bool(), values, 0.0)
+
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Sum of the selected `values`, over `axis` (None = all axes)."""
+    selected = zero_masked(values, mask)
+    return selected.sum() if axis is None else selected.sum(dim=axis)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Mean of the selected `values`, over `axis` (None = all axes); 0 where nothing is selected."""
+    valid = mask.bool().expand_as(values)
+    count = valid.sum() if axis is None else valid.sum(dim=axis)
+    return masked_sum(values, valid, axis) / count.clamp(min=1)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance of the selected `values` over all axes, divided by (count - 1) when `unbiased`, else by count.
+
+    Raises:
+        ValueError: fewer than two selected values (one when not `unbiased`).
+    """
+    count = int(mask.bool().expand_as(values).sum())
+    needed = 2 if unbiased else 1
+    if count < needed:
+        raise ValueError(
+            f"masked_var(unbiased={unbiased}) needs at least {needed} selected value(s), the mask selects {count}: "
+            "the variance is undefined; use a larger batch or check the mask"
+        )
+    variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
+    return variance * (count / (count - 1)) if unbiased else variance
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """(values - mean) / sqrt(var + 1e-8) over the selected values; masked-out positions become 0.
+
+    The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an empty mask gives all
+    zeros, so a batch in which every sample was skipped stays harmless.
+
+    Args:
+        shift_mean: False adds the mean back, so that only the scale changes.
+    """
+    mean = masked_mean(values, mask)
+    has_spread = int(mask.bool().expand_as(values).sum()) >= 2
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8) if has_spread else values - mean
+    return zero_masked(whitened if shift_mean else whitened + mean, mask)
