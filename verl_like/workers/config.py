@@ -1,0 +1,374 @@
+"""Settings that workers read: models, optimizers, FSDP, actor, reference, rollout, critic, reward model.
+
+Every default of these keys is written here and nowhere else. The text under a field is its documentation: it says what
+the key means, its unit and its allowed values, and it becomes docs/config.md. This module imports neither torch, ray
+nor vllm, so a configuration is checked before any of them is loaded.
+
+A field without a default either must come from the user (a model path) or follows another key of the tree; which key is
+written in verl_like/trainer/config/ppo_trainer.yaml.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+_DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _spell_out_dtype(value: object) -> object:
+    return _DTYPE_SYNONYMS.get(value, value) if isinstance(value, str) else value
+
+
+# The names are torch's, so a worker turns one into a dtype with getattr(torch, name).
+TrainingDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_spell_out_dtype)]
+RolloutDtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_spell_out_dtype)]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlPenalty = Annotated[str, Field(pattern=r"^(kl|k1|abs|mse|k2|low_var_kl|k3)\+?$")]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class ConfigModel(BaseModel):
+    """Base of all settings: unknown keys are refused, values keep their type, instances are read-only."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(ConfigModel):
+    """A pretrained model that is only run forward."""
+
+    path: str
+    """Folder or hub name of the pretrained model."""
+    tokenizer_path: str | None = None
+    """Folder or hub name of the tokenizer; null means the model's own."""
+    trust_remote_code: bool = False
+    """Whether code that ships with the model may run on this machine. Keep it off for models you have not read."""
+    override_config: dict[str, Any] = {}
+    """Attributes that replace those of the model's own configuration, e.g. {attention_dropout: 0.0}."""
+    attn_implementation: str | None = None
+    """Attention kernel by its transformers name (sdpa, flash_attention_2, eager); null picks the fastest present."""
+
+
+class TrainedModelConfig(ModelConfig):
+    """A pretrained model that is also trained."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more compute for far less memory."""
+
+
+class FsdpConfig(ConfigModel):
+    """How the parameters of a model that is only run forward are sharded and stored."""
+
+    param_offload: bool = False
+    """Keep the parameters in host memory while the model is idle."""
+    fsdp_size: Annotated[int, Field(ge=-1)] = -1
+    """Ranks one copy of the parameters is sharded over; -1 means all ranks of the pool. It divides the pool's size."""
+    model_dtype: TrainingDtype = "float32"
+    """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+    dtype: TrainingDtype = "bfloat16"
+    """Data type in which layers compute: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass."""
+
+    @field_validator("fsdp_size")
+    @classmethod
+    def fsdp_size_is_all_ranks_or_positive(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("expected -1 (all ranks) or a positive number of ranks")
+        return value
+
+
+class TrainedFsdpConfig(FsdpConfig):
+    """How the parameters and the optimizer state of a trained model are sharded and stored."""
+
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory except during the optimizer step."""
+
+
+class OptimConfig(ConfigModel):
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegativeFloat
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Strict(False)] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up: constant, cosine or linear decay down to min_lr_ratio * lr."""
+    lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
+    """Training steps of linear warm-up; -1 means lr_warmup_steps_ratio decides."""
+    lr_warmup_steps_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Warm-up as a fraction of all training steps; used while lr_warmup_steps is -1."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the decay, as a fraction of lr."""
+    total_training_steps: Annotated[int, Field(ge=-1)] = -1
+    """Training steps over which the rate decays; -1 means the run's own number of steps, filled in by the trainer."""
+
+    @model_validator(mode="after")
+    def warm_up_is_given_once(self) -> OptimConfig:
+        if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
+            raise ValueError(
+                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} both "
+                "set the warm-up; give one of them (lr_warmup_steps=-1 or lr_warmup_steps_ratio=0 switches one off)"
+            )
+        return self
+
+
+class ActorOptimConfig(OptimConfig):
+    """AdamW for the actor."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+
+
+class CriticOptimConfig(OptimConfig):
+    """AdamW for the critic."""
+
+    lr: NonNegativeFloat = 1e-5
+    """Peak learning rate."""
+
+
+class PolicyLossConfig(ConfigModel):
+    """Which policy loss the actor minimises."""
+
+    loss_mode: str = "vanilla"
+    """Registered policy loss; vanilla is PPO's clipped loss with dual clip."""
+
+
+class ActorConfig(ConfigModel):
+    """The trained policy."""
+
+    strategy: Literal["fsdp"] = "fsdp"
+    """Training engine: fsdp (fully sharded data parallel, FSDP2)."""
+    ppo_mini_batch_size: PositiveInt = 256
+    """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    clip_ratio: NonNegativeFloat = 0.2
+    """Clip range of the probability ratio: [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: NonNegativeFloat = Field(default=None, validate_default=True)
+    """Lower clip range, 1 - clip_ratio_low; null means clip_ratio."""
+    clip_ratio_high: NonNegativeFloat = Field(default=None, validate_default=True)
+    """Upper clip range, 1 + clip_ratio_high; null means clip_ratio."""
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """Dual-clip PPO: bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
+    seq-mean-token-sum-norm."""
+    loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
+    """Divisor of seq-mean-token-sum-norm, in tokens; null means the padded response length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus that is subtracted from the loss; 0 switches it off."""
+    use_kl_loss: bool = False
+    """Add the KL divergence to the reference policy to the loss (GRPO). May be combined with
+    algorithm.use_kl_in_reward; both terms then apply."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL loss."""
+    kl_loss_type: KlPenalty = "low_var_kl"
+    """Per-token KL estimator of the KL loss: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing + keeps the value
+    and takes the gradient of k2."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over one batch of experience."""
+    shuffle: bool = False
+    """Draw the mini-batches in random order instead of batch order."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
+    """Consecutive optimizer steps skipped for a non-finite gradient norm after which the run stops."""
+    optim: ActorOptimConfig = ActorOptimConfig()
+    fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
+
+    @field_validator("clip_ratio_low", "clip_ratio_high", mode="before")
+    @classmethod
+    def clip_bounds_follow_clip_ratio(cls, value: object, info: ValidationInfo) -> object:
+        return info.data.get("clip_ratio", 0.0) if value is None else value
+
+    @model_validator(mode="after")
+    def clip_ratio_is_not_overruled(self) -> ActorConfig:
+        default = type(self).model_fields["clip_ratio"].default
+        if self.clip_ratio != default and self.clip_ratio not in (self.clip_ratio_low, self.clip_ratio_high):
+            raise ValueError(
+                f"clip_ratio={self.clip_ratio} has no effect because clip_ratio_low={self.clip_ratio_low} and "
+                f"clip_ratio_high={self.clip_ratio_high} are both set; remove clip_ratio or one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def loss_scale_factor_is_used(self) -> ActorConfig:
+        if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"loss_scale_factor={self.loss_scale_factor} has no effect with loss_agg_mode={self.loss_agg_mode}; "
+                "set loss_agg_mode=seq-mean-token-sum-norm or loss_scale_factor=null"
+            )
+        return self
+
+
+class RefConfig(ConfigModel):
+    """The frozen reference policy."""
+
+    log_prob_micro_batch_size_per_gpu: PositiveInt
+    """Responses per forward pass on one rank when reference log-probabilities are computed."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+
+class SamplingConfig(ConfigModel):
+    """How responses are sampled in validation."""
+
+    temperature: NonNegativeFloat = 0.0
+    """Softmax temperature; positive together with do_sample=true, 0 otherwise."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k most likely tokens; -1 means all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens that hold this share of the probability."""
+    n: PositiveInt = 1
+    """Responses per prompt."""
+    do_sample: bool = False
+    """Sample; false decodes greedily."""
+
+    @model_validator(mode="after")
+    def temperature_agrees_with_do_sample(self) -> SamplingConfig:
+        if self.do_sample != (self.temperature > 0):
+            raise ValueError(
+                f"do_sample={self.do_sample} and temperature={self.temperature} contradict each other; sampling needs "
+                "do_sample=true with temperature > 0, greedy decoding do_sample=false with temperature=0"
+            )
+        return self
+
+
+class RolloutConfig(ConfigModel):
+    """The engine that generates responses."""
+
+    name: Literal["vllm", "hf"] = "vllm"
+    """Engine: vllm, or hf (transformers; small and slow, for debugging)."""
+    prompt_length: PositiveInt
+    """Padded prompt length in tokens."""
+    response_length: PositiveInt
+    """Longest response in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Softmax temperature of sampling; log-probabilities everywhere are taken at the same temperature."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k most likely tokens; -1 means all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens that hold this share of the probability."""
+    n: PositiveInt = 1
+    """Responses per prompt; GRPO needs at least 2."""
+    do_sample: bool = True
+    """Sample; false decodes greedily."""
+    ignore_eos: bool = False
+    """Generate response_length tokens even after the end-of-sequence token; for measuring speed."""
+    dtype: RolloutDtype = "bfloat16"
+    """Data type of the engine's weights: bfloat16, float16 or float32 (fp32, bf16 and fp16 mean the same)."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Processes that share one engine. It divides the number of processes of the rollout's pool."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the device's memory for the engine's weights and key-value cache."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs: starts faster, decodes slower."""
+    free_cache_engine: bool = True
+    """Free the engine's weights and cache while training runs; for pools that roll out and train in turn."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Most tokens the engine processes in one iteration."""
+    max_num_seqs: PositiveInt = 256
+    """Most sequences the engine processes at once."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence (prompt and response) in tokens; null means prompt_length + response_length."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of a common prefix, such as a prompt that is sampled n times."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward pass on one rank when the actor recomputes log-probabilities."""
+    val_kwargs: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def sequences_fit_into_the_engine(self) -> RolloutConfig:
+        needed = self.prompt_length + self.response_length
+        if self.max_model_len is not None and self.max_model_len < needed:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is less than prompt_length + response_length = "
+                f"{self.prompt_length} + {self.response_length} = {needed}; set it to at least {needed} or to null"
+            )
+        return self
+
+
+class ActorRolloutRefConfig(ConfigModel):
+    """The policy in its three roles: actor, rollout, ref."""
+
+    model: TrainedModelConfig
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig
+    rollout: RolloutConfig
+
+
+class CriticModelConfig(TrainedModelConfig):
+    """The critic's pretrained model; a scalar value head replaces its language-model head."""
+
+    fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
+
+
+class CriticConfig(ConfigModel):
+    """The value function of PPO."""
+
+    enable: bool | None = None
+    """Train a critic; null means only where the advantage estimator needs values (gae)."""
+    strategy: Literal["fsdp"] = "fsdp"
+    """Training engine: fsdp (fully sharded data parallel, FSDP2)."""
+    model: CriticModelConfig
+    optim: CriticOptimConfig = CriticOptimConfig()
+    ppo_mini_batch_size: PositiveInt
+    """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    forward_micro_batch_size_per_gpu: PositiveInt = Field(default=None, validate_default=True)
+    """Responses per forward pass on one rank when values are computed; null means ppo_micro_batch_size_per_gpu."""
+    ppo_epochs: PositiveInt
+    """Passes over one batch of experience."""
+    shuffle: bool = False
+    """Draw the mini-batches in random order instead of batch order."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    cliprange_value: Annotated[float, Field(gt=0)] = 0.5
+    """Clip range of the new value around the old one in the value loss."""
+    loss_agg_mode: LossAggMode
+    """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
+    seq-mean-token-sum-norm."""
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
+    """Consecutive optimizer steps skipped for a non-finite gradient norm after which the run stops."""
+
+    @field_validator("forward_micro_batch_size_per_gpu", mode="before")
+    @classmethod
+    def forward_micro_batch_follows_the_update(cls, value: object, info: ValidationInfo) -> object:
+        return info.data.get("ppo_micro_batch_size_per_gpu", 1) if value is None else value
+
+
+class RewardModelModelConfig(ModelConfig):
+    """The reward model's pretrained sequence classifier."""
+
+    path: str | None = None
+    """Folder or hub name of the pretrained reward model; needed when reward_model.enable is true."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+
+class RewardModelConfig(ConfigModel):
+    """A learned reward that scores whole responses."""
+
+    enable: bool = False
+    """Score responses with a reward model, in addition to the rule reward."""
+    model: RewardModelModelConfig = RewardModelModelConfig()
+    micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward pass on one rank."""
+    max_length: PositiveInt | None = None
+    """Longest sequence (prompt and response) in tokens; longer ones are an error. null means no limit."""
