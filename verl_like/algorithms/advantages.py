@@ -1,7 +1,7 @@
 """Advantage estimators: the registry, GAE and GRPO.
 
-B rows, R padded response length. To add an estimator, decorate a function `AdvantageInputs -> (advantages, returns)` with
-`@register_adv_est("name")` and set `algorithm.adv_estimator=name`.
+B rows, R padded response length. To add an estimator, decorate a function `AdvantageInputs -> (advantages, returns)`
+with `@register_adv_est("name")` and set `algorithm.adv_estimator=name`.
 """
 
 from collections.abc import Callable, Hashable
@@ -64,7 +64,8 @@ def register_adv_est(name: str) -> Callable[[AdvantageEstimatorFn], AdvantageEst
     def decorator(function: AdvantageEstimatorFn) -> AdvantageEstimatorFn:
         if name in ADVANTAGE_ESTIMATORS:
             raise ValueError(
-                f"advantage estimator {name!r} is already registered ({ADVANTAGE_ESTIMATORS[name]!r}): choose another name"
+                f"advantage estimator {name!r} is already registered ({ADVANTAGE_ESTIMATORS[name]!r}): "
+                "choose another name"
             )
         ADVANTAGE_ESTIMATORS[name] = function
         return function
@@ -134,15 +135,15 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group-relative advantage of the response's total reward (GRPO, arXiv 2402.03300; without std Dr. GRPO, 2503.20783).
+    """Group-relative advantage of the response's total reward (GRPO, arXiv 2402.03300).
 
-    score_i = sum of row i's rewards; A_i = (score_i - mean) / (std + epsilon) over the scored rows of the same prompt, with
-    the unbiased std, given to each token of the row.
+    score_i = sum of row i's rewards; A_i = (score_i - mean) / (std + epsilon), with the mean and the unbiased std over the
+    scored rows of the same prompt; every token of row i gets A_i. Without the std it is Dr. GRPO (arXiv 2503.20783).
 
     A row without any response token was skipped: it does not enter its group's statistics and its advantage is 0.
     A group that consists of one row has no peers by design: mean 0, std 1, so its advantage is the score.
-    A group of several rows of which only one is scored has lost its baseline: that row's advantage is 0, because its raw
-    score would be on another scale than the rest of the batch.
+    A group of several rows of which only one is scored has lost its baseline: that row's advantage is 0, because its
+    raw score would be on another scale than the rest of the batch.
 
     Args:
         token_level_rewards: (B, R) float.
@@ -155,8 +156,8 @@ def compute_grpo_outcome_advantage(
         The advantages (B, R), 0 where the mask is 0, twice: GRPO has no separate returns.
     """
     with torch.no_grad():
-        # float64: in a group of equal scores the mean is then exact and each advantage exactly 0; in float32 the rounding
-        # error of the mean, divided by epsilon, would become a visible advantage.
+        # float64: in a group of equal scores the mean is then exact and each advantage exactly 0; in float32 the
+        # rounding error of the mean, divided by epsilon, would become a visible advantage.
         scores = zero_masked(token_level_rewards, response_mask).double().sum(dim=-1)
         scored = response_mask.bool().any(dim=-1)
         codes: dict[Hashable, int] = {}

@@ -26,8 +26,8 @@ def agg_loss(
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it *is* that loss.
 
-    The counts are those of the whole mini-batch, over every rank and micro-batch, so rows may be split in any way (a row
-    itself is never split). An engine that averages gradients over data-parallel ranks multiplies by their number.
+    The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may be spread in any way
+    (a row itself is never split). An engine that averages gradients over data-parallel ranks multiplies by their number.
 
     | mode | mini-batch loss |
     |---|---|
@@ -43,8 +43,8 @@ def agg_loss(
         loss_agg_mode: one of LOSS_AGG_MODES.
         num_tokens: tokens with mask 1 in the mini-batch.
         num_sequences: rows with at least one such token in the mini-batch.
-        loss_scale_factor: the constant of seq-mean-token-sum-norm; None = R of this call, which is only the same for all
-            micro-batches when they are padded to the same R.
+        loss_scale_factor: the constant of seq-mean-token-sum-norm; None = R of this call, which is the same for all
+            micro-batches only when they are padded to the same R.
 
     Returns:
         Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).

@@ -15,7 +15,7 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL Divergence").
+    """Per-token estimate of KL(policy || reference) from the policy's samples (Schulman, "Approximating KL Divergence").
 
     With d = logprob - ref_logprob:
 
@@ -26,8 +26,8 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     | mse, k2 | d^2 / 2 |
     | low_var_kl, k3 | exp(-d) + d - 1, with d clamped to [-20, 20] and the result to [-10, 10] |
 
-    k1 and k3 are unbiased in value, but the gradient of their mean is not the gradient of the KL; k2's is. The suffix "+"
-    (for example "k3+") keeps the named value and takes k2's gradient (straight-through).
+    k1 and k3 are unbiased in value, but the gradient of their mean is not the gradient of the KL; k2's is. The suffix
+    "+" (for example "k3+") keeps the named value and takes k2's gradient (straight-through).
 
     Args:
         logprob, ref_logprob: same shape, float, log-probabilities of the sampled tokens.
@@ -105,7 +105,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Steers the coefficient so that the measured KL approaches a target (Ziegler et al., arXiv 1909.08593, section 2.2).
+    """Steers the coefficient so that the measured KL approaches a target (Ziegler et al., arXiv 1909.08593).
 
     value <- value * (1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon)
 
@@ -116,8 +116,8 @@ class AdaptiveKLController:
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if target_kl <= 0 or horizon <= 0:
             raise ValueError(
-                f"adaptive KL control needs target_kl > 0 and horizon > 0, got target_kl={target_kl}, horizon={horizon}: "
-                "both are divisors; set them to positive values or use type 'fixed'"
+                f"adaptive KL control got target_kl={target_kl}, horizon={horizon}: both are divisors and must be positive; "
+                "set them so or use type 'fixed'"
             )
         self.value = init_kl_coef
         self.target = target_kl
@@ -131,8 +131,8 @@ class AdaptiveKLController:
         """
         if not math.isfinite(current_kl):
             raise ValueError(
-                f"measured KL is {current_kl}, expected a finite number: the coefficient would stay broken for the rest of "
-                "the run; look for non-finite old_log_probs or ref_log_prob"
+                f"measured KL is {current_kl}, expected a finite number: the coefficient would stay broken for the rest "
+                "of the run; look for non-finite old_log_probs or ref_log_prob"
             )
         proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + proportional_error * n_steps / self.horizon

@@ -10,8 +10,8 @@ import torch
 def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
 
-    A loss blanks its inputs with this before any nonlinear step. Blanking only the result is not enough: the gradient of
-    `exp(nan)` times 0 is still NaN.
+    A loss blanks its inputs with this before any nonlinear step. Blanking only the result is not enough: the gradient
+    of `exp(nan)`, times 0, is still NaN.
     """
     return torch.where(mask.bool(), values, 0.0)
 
@@ -49,8 +49,8 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
     """(values - mean) / sqrt(var + 1e-8) over the selected values; masked-out positions become 0.
 
-    The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an empty mask gives all
-    zeros, so a batch in which every sample was skipped stays harmless.
+    The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an empty mask gives
+    all zeros, so a batch in which every sample was skipped stays harmless.
 
     Args:
         shift_mean: False adds the mean back, so that only the scale changes.

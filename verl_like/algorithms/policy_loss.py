@@ -16,7 +16,7 @@ from verl_like.algorithms.masked import masked_sum, zero_masked
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The trust region of the probability ratio: [1 - low, 1 + high], and the dual-clip bound c for negative advantages.
+    """The trust region [1 - low, 1 + high] of the probability ratio, and the dual-clip bound c for negative advantages.
 
     Raises:
         ValueError: low or high negative, c not above 1.
@@ -32,12 +32,13 @@ class ClipRange:
     def __post_init__(self) -> None:
         if not (self.low >= 0 and self.high >= 0):
             raise ValueError(
-                f"clip_ratio_low={self.low} and clip_ratio_high={self.high} must not be negative: the ratio of an unchanged "
-                "policy is 1 and has to lie inside the range; 0.2 is the usual value"
+                f"clip_ratio_low={self.low} and clip_ratio_high={self.high} must not be negative: the ratio of an "
+                "unchanged policy is 1 and has to lie inside the range; 0.2 is the usual value"
             )
         if not self.c > 1:
             raise ValueError(
-                f"clip_ratio_c={self.c} must be above 1: a lower bound would clip an unchanged policy; 3.0 is the usual value"
+                f"clip_ratio_c={self.c} must be above 1: a lower bound would clip an unchanged policy; "
+                "3.0 is the usual value"
             )
 
 
