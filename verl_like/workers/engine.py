@@ -1,0 +1,246 @@
+"""Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters, checkpoints."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from verl_like.workers.config import FsdpConfig, OptimConfig, TrainedFsdpConfig
+from verl_like.workers.models import PackedModel
+from verl_like.workers.optimizer import build_optimizer, learning_rate
+from verl_like.workers.pretrained import decoder_layers, replace_folder
+
+COLLECTIVE_DEADLINE = timedelta(minutes=30)
+"""Longest wait of a rank for its peers: they may still be reading a large model."""
+
+
+def init_process_group(device: str, rank: int, world_size: int) -> None:
+    """Joins the ranks of this worker group; once a process, so that roles of one process share the group."""
+    if dist.is_initialized():
+        return
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    alone = {"store": dist.HashStore()} if world_size == 1 else {}
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE, **alone)
+
+
+def build_mesh(device: str, fsdp_size: int) -> DeviceMesh:
+    """Mesh (replicas, shards): one copy of the parameters is sharded over `fsdp_size` ranks, -1 for all.
+
+    Raises:
+        ValueError: `fsdp_size` does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    shards = world_size if fsdp_size == -1 else fsdp_size
+    if world_size % shards:
+        raise ValueError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks of the pool; use -1 or a divisor."
+        )
+    if shards == world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replica", "shard"))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm of the mini-batch's whole gradient before clipping."""
+    skipped: bool
+    """True when the norm was not finite, so that the parameters stayed as they were."""
+
+
+class TrainingEngine:
+    """One model, sharded over all ranks, and its optimizer if it is trained.
+
+    Every rank calls every method, with the same number of micro-batches: the methods communicate. Gradients of the
+    ranks are added, not averaged, so a loss divides by counts over all ranks.
+
+    Args:
+        build_model: makes the model; called with True (with weights) on rank 0 and False (on the meta device) elsewhere.
+        fsdp: sharding, dtypes and offload.
+        device: `cpu` or `cuda`.
+        optim: optimizer and schedule; None for a model that is only run forward.
+        grad_clip: largest gradient norm.
+        max_skipped_steps: consecutive skipped steps after which `step` raises.
+        gradient_checkpointing: recompute each decoder layer in the backward pass.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[bool], PackedModel],
+        *,
+        fsdp: FsdpConfig,
+        device: str,
+        optim: OptimConfig | None = None,
+        grad_clip: float = 1.0,
+        max_skipped_steps: int = 3,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.device = device
+        self.fsdp = fsdp
+        self.optim = optim
+        self.grad_clip = grad_clip
+        self.max_skipped_steps = max_skipped_steps
+        self.mesh = build_mesh(device, fsdp.fsdp_size)
+        self.model = build_model(dist.get_rank() == 0)
+        if gradient_checkpointing:
+            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        self._shard(self.model)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, optim) if optim else None
+        self.training_steps = 0
+        self.consecutive_skips = 0
+        self._offload()
+
+    def _shard(self, model: PackedModel) -> None:
+        """Makes every decoder layer, and all the rest together, a unit of sharding; rank 0's weights go to all."""
+        weights = model.state_dict() if dist.get_rank() == 0 else {}
+        buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
+        precision = MixedPrecisionPolicy(param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32)
+        units: list[torch.nn.Module] = [*decoder_layers(model.hf), model]
+        model.to("meta")
+        for unit in units:
+            fully_shard(
+                unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=self.fsdp.reshard_after_forward
+            )
+        model.to_empty(device=self.device)
+        for unit in units:
+            assert isinstance(unit, FSDPModule)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        set_model_state_dict(
+            model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        )
+        # Buffers that no checkpoint holds, such as the rotary frequencies.
+        for name, buffer in model.named_buffers():
+            if buffers:
+                buffer.copy_(buffers[name])
+            dist.broadcast(buffer, src=0)
+
+    @contextmanager
+    def on_device(self, *, train: bool = False) -> Iterator[None]:
+        """Within it, offloaded parameters (and the optimizer state, for `train`) are on the device."""
+        self._load(train)
+        self.model.train(train)
+        with torch.set_grad_enabled(train):
+            yield
+        self.model.reshard()
+        self._offload()
+
+    def _load(self, train: bool) -> None:
+        if self.fsdp.param_offload:
+            self.model.to(self.device)
+        if train:
+            self._move_optimizer(self.device)
+
+    def _offload(self) -> None:
+        if self.fsdp.param_offload:
+            self.model.to("cpu")
+        self._move_optimizer("cpu")
+
+    def _move_optimizer(self, device: str) -> None:
+        if self.optimizer is None or not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):
+            return
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)
+
+    def step(self, micro_losses: Iterator[torch.Tensor], num_micro_batches: int) -> StepResult:
+        """One optimizer step on the sum of the micro-batches' losses, over all ranks.
+
+        Args:
+            micro_losses: yields the losses; each is differentiated before the next is drawn.
+            num_micro_batches: how many it yields; the ranks exchange gradients after the last one only.
+
+        Raises:
+            FloatingPointError: the gradient norm was not finite for the last `max_skipped_steps` steps and this one.
+        """
+        assert self.optimizer is not None and self.optim is not None
+        for index in range(num_micro_batches):
+            self.model.set_requires_gradient_sync(index == num_micro_batches - 1)
+            next(micro_losses).backward()
+        grad_norm = self._clip_gradients()
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            self.consecutive_skips += 1
+            if self.consecutive_skips > self.max_skipped_steps:
+                raise FloatingPointError(
+                    f"The gradient norm was not finite ({grad_norm}) in {self.consecutive_skips} optimizer steps in a "
+                    f"row, more than max_skipped_steps={self.max_skipped_steps}. The weights are those before these "
+                    "steps; look at the last steps' advantages, log-probabilities and learning rate."
+                )
+        else:
+            self.consecutive_skips = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(grad_norm, skipped)
+
+    def _clip_gradients(self) -> float:
+        """Scales the gradients to at most `grad_clip`; returns their norm over all ranks."""
+        gradients = [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
+        squared = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(squared, group=self.mesh.get_group("shard"))
+        grad_norm = squared.sqrt().item()
+        if grad_norm > self.grad_clip:
+            torch._foreach_mul_(gradients, self.grad_clip / grad_norm)
+        return grad_norm
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the present training step."""
+        assert self.optim is not None
+        return learning_rate(self.training_steps, self.optim)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name in the Hugging Face model, whole parameter), gathered one at a time; all ranks must drain it."""
+        for name, parameter in self.model.named_parameters():
+            yield name.removeprefix("hf."), parameter.detach().full_tensor()
+
+    def save(self, path: str) -> None:
+        """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all."""
+        partial = Path(f"{path}.partial")
+        dcp.save(self._state(), checkpoint_id=partial)
+        if dist.get_rank() == 0:
+            replace_folder(partial, Path(path))
+        dist.barrier()
+
+    def load(self, path: str) -> None:
+        """Reads what `save` wrote, on any number of ranks.
+
+        Raises:
+            ValueError: there is no checkpoint at `path`.
+        """
+        if not Path(path, ".metadata").is_file():
+            raise ValueError(f"There is no checkpoint at {path} ({Path(path, '.metadata')} does not exist).")
+        state = self._state()
+        dcp.load(state, checkpoint_id=path)
+        optimizers = [self.optimizer] if self.optimizer else []
+        set_state_dict(
+            self.model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
+        )
+        self.training_steps = int(state["training_steps"])
+
+    def _state(self) -> dict:
+        optimizers = [self.optimizer] if self.optimizer else []
+        model_state, optimizer_state = get_state_dict(self.model, optimizers)
+        state = {"model": model_state, "training_steps": torch.tensor(self.training_steps)}
+        return state | ({"optimizer": optimizer_state} if optimizers else {})

@@ -1,0 +1,107 @@
+"""Loads Hugging Face models for training and writes them back."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from verl_like.workers.attention import choose_attention
+from verl_like.workers.config import FsdpConfig, ModelConfig
+
+
+def load_pretrained(
+    auto_class: Any, config: ModelConfig, fsdp: FsdpConfig, *, key: str, device: str, weights: bool, **extra: Any
+) -> PreTrainedModel:
+    """Builds the model that `config.path` names, with packed attention.
+
+    Args:
+        auto_class: transformers' class for the task, e.g. `AutoModelForCausalLM`.
+        config: path, overrides of the model's own configuration, attention implementation.
+        fsdp: dtypes in which parameters are stored and layers compute.
+        key: the configuration key of `config`, for messages, e.g. `critic.model`.
+        device: device that the attention will run on.
+        weights: True reads the weights (missing ones, such as a new head's, are initialised the same in every run);
+            False makes a model on torch's meta device, without memory.
+        extra: further attributes of the model's configuration, e.g. `num_labels=1`.
+
+    Raises:
+        ValueError: nothing at `config.path`, or an override that the model's configuration does not have.
+    """
+    hf_config = load_config(config, key=key)
+    for name, value in config.override_config.items():
+        if not hasattr(hf_config, name):
+            raise ValueError(
+                f"{key}.override_config.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
+                f"it has {sorted(hf_config.to_dict())}."
+            )
+        setattr(hf_config, name, value)
+    for name, value in extra.items():
+        setattr(hf_config, name, value)
+    dtype = getattr(torch, fsdp.model_dtype)
+    options = {
+        "dtype": dtype,
+        "attn_implementation": choose_attention(config.attn_implementation, device, getattr(torch, fsdp.dtype)),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if not weights:
+        with torch.device("meta"):
+            return auto_class.from_config(hf_config, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return auto_class.from_pretrained(os.path.expanduser(config.path), config=hf_config, **options)
+
+
+def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
+    """The model's own configuration; what looks like a path is never looked up on the hub.
+
+    Raises:
+        ValueError: nothing there.
+    """
+    path = os.path.expanduser(config.path)
+    looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
+    if looks_like_path and not Path(path, "config.json").is_file():
+        raise ValueError(
+            f"{key}.path={config.path}: there is no model ({Path(path).absolute() / 'config.json'} does not exist); "
+            "give the folder of a Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"{key}.path={config.path}: neither a folder nor a model of the hub ({error}).") from error
+
+
+def save_pretrained(
+    hf: PreTrainedModel, parameters: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype, path: str
+) -> None:
+    """Writes a folder that transformers and vLLM load: safetensors in `dtype`, configuration and tokenizer.
+
+    The folder appears at `path` complete or not at all, and replaces an earlier one.
+    """
+    partial = Path(f"{path}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    hf.config.dtype = dtype
+    hf.save_pretrained(partial, state_dict=dict(parameters))
+    AutoTokenizer.from_pretrained(os.path.expanduser(config.tokenizer_path or config.path)).save_pretrained(partial)
+    replace_folder(partial, Path(path))
+
+
+def replace_folder(complete: Path, target: Path) -> None:
+    """Renames `complete` to `target`; an earlier `target` is removed afterwards, never before."""
+    outdated = Path(f"{target}.outdated")
+    shutil.rmtree(outdated, ignore_errors=True)
+    if target.exists():
+        target.rename(outdated)
+    complete.rename(target)
+    shutil.rmtree(outdated, ignore_errors=True)
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of a model, which are gathered and computed one at a time."""
+    names = set(hf._no_split_modules)
+    return [module for module in hf.modules() if type(module).__name__ in names]
