@@ -1,0 +1,17 @@
+"""Exact match: the whole response, without surrounding white space, against the ground truth."""
+
+from typing import Any
+
+from verl_like.rewards.registry import register_reward
+
+
+@register_reward("exact_match", "exact_match/*")
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str | list[str],
+    extra_info: dict[str, Any] | None = None,
+) -> float:
+    """1 when the response is the ground truth, or one of them when it is a list; else 0."""
+    accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return float(solution_str.strip() in [str(answer).strip() for answer in accepted])

@@ -1,0 +1,76 @@
+"""Finds the reward function that a configuration names."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl_like.rewards.registry import RewardFn, get_reward_fn
+
+
+def score_by_data_source(data_source: str, **arguments: Any) -> Any:
+    """The default reward function: hands the sample to the reward that is registered for its data source."""
+    return get_reward_fn(data_source)(data_source=data_source, **arguments)
+
+
+def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFn:
+    """Loads a reward function and binds `reward_kwargs` to it.
+
+    Args:
+        path: a Python file, `pkg://module`, or None for the rewards registered by data source.
+        name: the function in it: `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`,
+            sync or async. Not used when `path` is None.
+        reward_kwargs: further keyword arguments of the function.
+
+    Raises:
+        ValueError: the file, module or function is missing, or cannot be called with these arguments.
+    """
+    if path is None:
+        return functools.partial(score_by_data_source, **reward_kwargs)
+    module = _import_module(path)
+    reward_fn = getattr(module, name, None)
+    if not callable(reward_fn):
+        functions = sorted(n for n, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(
+            f"custom_reward_function.path={path} has no function {name!r} (it has: {', '.join(functions) or 'none'}): "
+            "set custom_reward_function.name"
+        )
+    try:
+        inspect.signature(reward_fn).bind(
+            data_source="", solution_str="", ground_truth="", extra_info={}, **reward_kwargs
+        )
+    except TypeError as error:
+        raise ValueError(
+            f"{name}{inspect.signature(reward_fn)} in {path} cannot be called as a reward function ({error}): it takes "
+            "data_source, solution_str, ground_truth, extra_info and the keys of custom_reward_function.reward_kwargs "
+            f"({', '.join(reward_kwargs) or 'none set'})"
+        ) from error
+    return functools.partial(reward_fn, **reward_kwargs)
+
+
+def _import_module(path: str) -> ModuleType:
+    if path.startswith("pkg://"):
+        module_name = path.removeprefix("pkg://")
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"custom_reward_function.path={path} cannot be imported ({error}): install the module, put its folder "
+                "on PYTHONPATH, or give the path of a file"
+            ) from error
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(f"custom_reward_function.path={path}: there is no file {file}")
+    module_name = f"custom_reward_function_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"custom_reward_function.path={path} is not a Python file: give a .py file or pkg://module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickling look their module up by name
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,46 @@
+"""Which reward function scores which data source."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+RewardFn = Callable[..., Any]
+
+_REWARD_FNS: dict[str, RewardFn] = {}
+
+
+def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
+    """Registers a reward function for data sources; a name may be a shell pattern such as `lighteval/*`.
+
+    Raises:
+        ValueError: one of the names is registered already.
+    """
+
+    def decorate(reward_fn: RewardFn) -> RewardFn:
+        for data_source in data_sources:
+            if data_source in _REWARD_FNS:
+                raise ValueError(
+                    f"data source {data_source!r} has the reward {_REWARD_FNS[data_source].__module__} already: "
+                    f"register {reward_fn.__module__} under another name"
+                )
+            _REWARD_FNS[data_source] = reward_fn
+        return reward_fn
+
+    return decorate
+
+
+def get_reward_fn(data_source: str) -> RewardFn:
+    """The reward function of a data source: its exact name first, else the first registered pattern that matches.
+
+    Raises:
+        ValueError: no reward is registered for the data source.
+    """
+    if data_source in _REWARD_FNS:
+        return _REWARD_FNS[data_source]
+    for pattern, reward_fn in _REWARD_FNS.items():
+        if fnmatchcase(data_source, pattern):
+            return reward_fn
+    raise ValueError(
+        f"no reward is registered for data_source {data_source!r} (registered: {', '.join(sorted(_REWARD_FNS))}): "
+        "set custom_reward_function.path and custom_reward_function.name, or correct the rows' data_source"
+    )

@@ -1,0 +1,133 @@
+"""What runs in a reward worker process: load the function once, then score one sample at a time.
+
+Every answer crosses to the driver as JSON text, errors included: no object of the user's code is unpickled there.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from verl_like.rewards.loader import load_reward_function
+from verl_like.rewards.registry import RewardFn
+
+_PR_SET_PDEATHSIG = 1
+_FLOAT32_MAX = 3.4e38  # scores become float32
+_WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
+
+_reward_fn: RewardFn | None = None
+_load_error: str | None = None
+_timeout_s = 0.0
+_runner: asyncio.Runner | None = None
+_user_file: str | None = None  # the file of the user's function, None for the rewards by data source
+
+
+def initialize(
+    parent_pid: int, path: str | None, name: str, reward_kwargs: Mapping[str, Any], timeout_s: float
+) -> None:
+    """Prepares the process. A function that cannot be loaded is kept as text: raising here would break the pool."""
+    global _load_error, _reward_fn, _runner, _timeout_s, _user_file
+    _die_with_the_driver(parent_pid)
+    # The pool's handler runs Python code, which a function stuck in C (a regular expression) never gets to.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _timeout_s = timeout_s
+    _runner = asyncio.Runner()
+    try:
+        _reward_fn = load_reward_function(path, name, reward_kwargs)
+        _user_file = None if path is None else inspect.unwrap(_reward_fn.func).__code__.co_filename
+    except ValueError as error:
+        _load_error = str(error)
+    except BaseException as error:
+        _load_error = f"custom_reward_function.path={path} fails on import: {_describe(error)['message']}"
+
+
+def load_error() -> str | None:
+    """Why the reward function cannot be loaded, or None."""
+    return _load_error
+
+
+def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> str:
+    """JSON text `{"score": float | null, "extra": {...}}` or `{"error": type, "message": text, "where": text}`."""
+    assert _reward_fn is not None and _runner is not None
+    # Says where a function hangs, on standard error, just before the driver stops this process.
+    faulthandler.dump_traceback_later(0.9 * _timeout_s, file=sys.__stderr__)
+    try:
+        result = _reward_fn(
+            data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+        )
+        if inspect.isawaitable(result):
+            result = _runner.run(_wait_for(result))
+        return json.dumps(check_result(result))
+    except BaseException as error:  # user code: even SystemExit is an answer about this sample
+        return json.dumps(_describe(error))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def check_result(result: Any) -> dict[str, Any]:
+    """Turns what a reward function returned into a score and extra metrics, or into the error that it is."""
+    extra: dict[str, Any] = {}
+    score = _plain(result)
+    if isinstance(score, dict):
+        if "score" not in score:
+            return _bad_return(result, "a dict without the key 'score'")
+        extra = {str(key): _plain(value) for key, value in score.items() if key != "score"}
+        score = _plain(score["score"])
+    if score is None:
+        return {"score": None, "extra": extra}
+    if not isinstance(score, bool | int | float):
+        return _bad_return(result, f"a {type(score).__name__}")
+    if not abs(score) <= _FLOAT32_MAX:  # also NaN
+        return _bad_return(result, str(float(score)))
+    for key, value in extra.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            return _bad_return(
+                result, f"extra {key!r} of type {type(value).__name__}, which is no JSON value ({error})"
+            )
+    return {"score": float(score), "extra": extra}
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and torch scalars as Python numbers, without importing either."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _bad_return(result: Any, found: str) -> dict[str, Any]:
+    return {
+        "error": "BadReturn",
+        "message": f"the function returned {found} ({repr(result)[:200]}), expected {_WHAT_IS_EXPECTED}",
+        "where": "",
+    }
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if frame.filename == _user_file] or list(frames))[-1:]
+    where = "".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last)
+    return {
+        "error": type(error).__name__,
+        "message": f"{type(error).__name__}: {error}",
+        "where": where,
+    }
+
+
+async def _wait_for(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _die_with_the_driver(parent_pid: int) -> None:
+    """A driver that is killed leaves no worker behind, not even one that hangs in C (Linux only)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the signal was set
+        os._exit(1)
