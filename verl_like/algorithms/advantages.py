@@ -137,8 +137,8 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Group-relative advantage of the response's total reward (GRPO, arXiv 2402.03300).
 
-    score_i = sum of row i's rewards; A_i = (score_i - mean) / (std + epsilon), with the mean and the unbiased std over the
-    scored rows of the same prompt; every token of row i gets A_i. Without the std it is Dr. GRPO (arXiv 2503.20783).
+    score_i = sum of row i's rewards; A_i = (score_i - mean) / (std + epsilon), with the mean and the unbiased std over
+    the scored rows of the same prompt; every token of row i gets A_i. Without the std: Dr. GRPO (arXiv 2503.20783).
 
     A row without any response token was skipped: it does not enter its group's statistics and its advantage is 0.
     A group that consists of one row has no peers by design: mean 0, std 1, so its advantage is the score.

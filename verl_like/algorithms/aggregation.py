@@ -27,7 +27,7 @@ def agg_loss(
     """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it *is* that loss.
 
     The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may be spread in any way
-    (a row itself is never split). An engine that averages gradients over data-parallel ranks multiplies by their number.
+    (a row itself is never split). An engine that averages gradients over data-parallel ranks multiplies by their count.
 
     | mode | mini-batch loss |
     |---|---|

@@ -15,7 +15,7 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from the policy's samples (Schulman, "Approximating KL Divergence").
+    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020, "Approximating KL").
 
     With d = logprob - ref_logprob:
 
@@ -116,8 +116,8 @@ class AdaptiveKLController:
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if target_kl <= 0 or horizon <= 0:
             raise ValueError(
-                f"adaptive KL control got target_kl={target_kl}, horizon={horizon}: both are divisors and must be positive; "
-                "set them so or use type 'fixed'"
+                f"adaptive KL control got target_kl={target_kl}, horizon={horizon}: both are divisors and must be "
+                "positive; set them so or use type 'fixed'"
             )
         self.value = init_kl_coef
         self.target = target_kl
@@ -131,8 +131,8 @@ class AdaptiveKLController:
         """
         if not math.isfinite(current_kl):
             raise ValueError(
-                f"measured KL is {current_kl}, expected a finite number: the coefficient would stay broken for the rest "
-                "of the run; look for non-finite old_log_probs or ref_log_prob"
+                f"measured KL is {current_kl}, expected a finite number: the coefficient would stay broken for the "
+                "rest of the run; look for non-finite old_log_probs or ref_log_prob"
             )
         proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + proportional_error * n_steps / self.horizon

@@ -1,0 +1,298 @@
+"""Policy, value and entropy losses against hand-derived numbers, a NumPy reference and numerical gradients."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.algorithms import (
+    LOSS_AGG_MODES,
+    ClipRange,
+    agg_loss,
+    compute_entropy_loss,
+    compute_policy_loss,
+    compute_value_loss,
+    entropy_from_logits,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
+from verl_like.algorithms.policy_loss import POLICY_LOSSES
+
+NAN, INF = float("nan"), float("inf")
+CLIP = ClipRange(low=0.2, high=0.2, c=3.0)
+
+
+def aggregate_over(mask, mode="token-mean", scale=None):
+    """`agg_loss` bound to the counts of `mask`, taken as the whole mini-batch."""
+    return partial(
+        agg_loss,
+        loss_agg_mode=mode,
+        num_tokens=float(mask.sum()),
+        num_sequences=float(mask.bool().any(dim=-1).sum()),
+        loss_scale_factor=scale,
+    )
+
+
+def random_mask(generator, rows, length):
+    mask = (torch.rand(rows, length, generator=generator) < 0.6).long()
+    mask[0] = 0
+    mask[1] = 1
+    return mask
+
+
+def policy_loss_reference(old, new, advantages, mask, low, high, c):
+    """Token by token, with branches instead of max and min; returns the token-mean loss and the three sums."""
+    total, num_clipped, kl, num_bounded = 0.0, 0, 0.0, 0
+    for o, n, a in zip(old[mask], new[mask], advantages[mask], strict=True):
+        ratio = math.exp(n - o)
+        if a >= 0:
+            loss = -a * min(ratio, 1 + high)
+            num_clipped += a > 0 and ratio > 1 + high
+        else:
+            loss = -a * max(ratio, 1 - low)
+            num_clipped += ratio < 1 - low
+            if loss > -a * c:
+                loss, num_bounded = -a * c, num_bounded + 1
+        total += loss
+        kl += o - n
+    return total / mask.sum(), {
+        "actor/pg_clipfrac": num_clipped,
+        "actor/ppo_kl": kl,
+        "actor/pg_clipfrac_lower": num_bounded,
+    }
+
+
+def test_policy_loss_equals_the_hand_derived_numbers_in_each_branch():
+    # ratio, advantage -> loss: inside the range; clipped above; A < 0 not clipped above; clipped below; dual clip at 3
+    ratios = torch.tensor([[1.1, 2.0, 2.0, 0.5, 5.0]])
+    advantages = torch.tensor([[2.0, 2.0, -2.0, -2.0, -2.0]])
+    expected = [-2.2, -2.4, 4.0, 1.6, 6.0]
+    mask = torch.ones(1, 5, dtype=torch.long)
+    loss, metrics = compute_policy_loss(
+        torch.zeros(1, 5), ratios.log(), advantages, mask, clip=CLIP, aggregate=aggregate_over(mask)
+    )
+    assert loss.item() == pytest.approx(sum(expected) / 5, rel=1e-6)
+    assert metrics["actor/pg_clipfrac"] == 2
+    assert metrics["actor/pg_clipfrac_lower"] == 1
+    assert metrics["actor/ppo_kl"] == pytest.approx(-math.log(1.1 * 2 * 2 * 0.5 * 5), rel=1e-5)
+    assert set(metrics) == {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
+
+
+def test_policy_loss_clips_asymmetrically():
+    mask = torch.ones(1, 2, dtype=torch.long)
+    log_prob = torch.tensor([[2.0, 0.5]]).log()
+    loss, _ = compute_policy_loss(
+        torch.zeros(1, 2),
+        log_prob,
+        torch.tensor([[1.0, -1.0]]),
+        mask,
+        clip=ClipRange(low=0.1, high=0.28, c=3.0),
+        aggregate=aggregate_over(mask, "token-sum"),
+    )
+    assert loss.item() == pytest.approx(-1.28 + 0.9, rel=1e-6)
+
+
+def test_policy_loss_matches_the_branching_reference_and_its_gradient_is_right():
+    generator = torch.Generator().manual_seed(0)
+    old, new, advantages = (torch.randn(5, 9, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = random_mask(generator, 5, 9)
+    clip = ClipRange(low=0.2, high=0.3, c=2.0)
+
+    def loss_of(log_prob):
+        return compute_policy_loss(old, log_prob, advantages, mask, clip=clip, aggregate=aggregate_over(mask))
+
+    loss, metrics = loss_of(new)
+    expected, expected_metrics = policy_loss_reference(
+        old.numpy(), new.numpy(), advantages.numpy(), mask.numpy().astype(bool), 0.2, 0.3, 2.0
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5)
+    assert min(expected_metrics["actor/pg_clipfrac"], expected_metrics["actor/pg_clipfrac_lower"]) > 0
+    assert torch.autograd.gradcheck(lambda x: loss_of(x)[0], new.requires_grad_())
+
+
+def test_policy_gradient_on_policy_is_minus_the_advantage_over_the_token_count():
+    log_prob = torch.zeros(1, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    advantages = torch.tensor([[1.0, -2.0, 0.5, 7.0]])
+    loss, _ = compute_policy_loss(
+        torch.zeros(1, 4), log_prob, advantages, mask, clip=CLIP, aggregate=aggregate_over(mask)
+    )
+    loss.backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor([[-1 / 3, 2 / 3, -0.5 / 3, 0.0]]))
+
+
+def test_policy_loss_survives_a_ratio_beyond_floating_point():
+    mask = torch.ones(1, 2, dtype=torch.long)
+    log_prob = torch.tensor([[0.0, 0.0]], requires_grad=True)
+    loss, _ = compute_policy_loss(
+        torch.tensor([[-500.0, -500.0]]),
+        log_prob,
+        torch.tensor([[1.0, -1.0]]),
+        mask,
+        clip=CLIP,
+        aggregate=aggregate_over(mask, "token-sum"),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.2 + 3.0, rel=1e-6)
+    assert torch.equal(log_prob.grad, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+def test_garbage_at_masked_positions_reaches_neither_losses_nor_gradients(garbage):
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    clean = torch.tensor([[0.1, 0.2, -0.3], [0.5, 0.5, 0.5]])
+    dirty = torch.where(mask.bool(), clean, garbage)
+
+    def policy(x, other):
+        return compute_policy_loss(other, x, other, mask, clip=CLIP, aggregate=aggregate_over(mask))
+
+    def value(x, other):
+        return compute_value_loss(x, other, other, mask, 0.5, aggregate=aggregate_over(mask))
+
+    def entropy(x, _):
+        logits = torch.stack([x, torch.zeros_like(x)], dim=-1)
+        return compute_entropy_loss(logits, mask, aggregate=aggregate_over(mask)), {}
+
+    for function in (policy, value, entropy):
+        x_clean, x_dirty = clean.clone().requires_grad_(), dirty.clone().requires_grad_()
+        loss_clean, metrics_clean = function(x_clean, 2 * clean)
+        loss_dirty, metrics_dirty = function(x_dirty, 2 * dirty)
+        loss_clean.backward()
+        loss_dirty.backward()
+        assert loss_dirty.item() == loss_clean.item()
+        assert metrics_dirty == metrics_clean
+        assert torch.equal(x_dirty.grad, x_clean.grad)
+
+
+def test_value_loss_equals_the_hand_derived_numbers():
+    # v = 2, old = 0, R = 3, range 0.5: clipped to 0.5, (0.5 - 3)^2 = 6.25 > 1; v = 2, R = 0: 4 > 0.25, not clipped
+    mask = torch.tensor([[1, 1, 0]])
+    vpreds = torch.tensor([[2.0, 2.0, 9.0]], requires_grad=True)
+    loss, metrics = compute_value_loss(
+        vpreds, torch.tensor([[3.0, 0.0, 0.0]]), torch.zeros(1, 3), mask, 0.5, aggregate=aggregate_over(mask)
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (6.25 + 4.0) / 2)
+    assert metrics == {"critic/vf_clipfrac": 1.0}
+    torch.testing.assert_close(vpreds.grad, torch.tensor([[0.0, 1.0, 0.0]]))
+
+
+def test_value_loss_matches_numpy_and_its_gradient_is_right():
+    generator = torch.Generator().manual_seed(3)
+    vpreds, returns, values = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = random_mask(generator, 4, 6)
+
+    def loss_of(x):
+        return compute_value_loss(x, returns, values, mask, 0.4, aggregate=aggregate_over(mask))
+
+    v, r, old, selected = vpreds.numpy(), returns.numpy(), values.numpy(), mask.numpy().astype(bool)
+    plain, clipped = (v - r) ** 2, (np.clip(v, old - 0.4, old + 0.4) - r) ** 2
+    loss, metrics = loss_of(vpreds)
+    assert loss.item() == pytest.approx(0.5 * np.maximum(plain, clipped)[selected].mean(), rel=1e-12)
+    assert metrics["critic/vf_clipfrac"] == (clipped > plain)[selected].sum() > 0
+    assert torch.autograd.gradcheck(lambda x: loss_of(x)[0], vpreds.requires_grad_())
+
+
+def test_entropy_equals_the_closed_forms():
+    torch.testing.assert_close(entropy_from_logits(torch.zeros(2, 8)), torch.full((2,), math.log(8)))
+    # softmax of log(1, 2, 1) = (1/4, 1/2, 1/4): entropy 1.5 bits
+    logits = torch.tensor([1.0, 2.0, 1.0]).log() + 100
+    torch.testing.assert_close(entropy_from_logits(logits), torch.tensor(1.5 * math.log(2)), rtol=1e-4, atol=1e-4)
+    mask = torch.tensor([[1, 0]])
+    loss = compute_entropy_loss(torch.zeros(1, 2, 8), mask, aggregate=aggregate_over(mask, "token-sum"))
+    assert loss.item() == pytest.approx(math.log(8))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", (1 + 2 + 3 + 6) / 4),
+        ("token-sum", 12.0),
+        ("seq-mean-token-sum", (6 + 6) / 2),
+        ("seq-mean-token-sum-norm", (6 + 6) / 2 / 5),
+        ("seq-mean-token-mean", (2 + 6) / 2),
+    ],
+)
+def test_each_aggregation_mode_equals_the_hand_derived_number(mode, expected):
+    loss_mat = torch.tensor([[1.0, 2.0, 3.0], [6.0, NAN, 100.0], [NAN, INF, 100.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    assert aggregate_over(mask, mode, scale=5.0)(loss_mat, mask).item() == pytest.approx(expected)
+
+
+def test_the_default_scale_of_the_norm_mode_is_the_padded_length():
+    loss_mat, mask = torch.tensor([[1.0, 2.0, 3.0, 6.0]]), torch.tensor([[1, 1, 1, 0]])
+    assert aggregate_over(mask, "seq-mean-token-sum-norm")(loss_mat, mask).item() == pytest.approx(6 / 4)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("sizes", [[12], [1] * 12, [5, 7], [2, 3, 1, 6]])
+def test_micro_batches_sum_to_the_full_mini_batch_in_loss_and_gradient(mode, sizes):
+    generator = torch.Generator().manual_seed(7)
+    old, new, advantages = (torch.randn(12, 11, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = random_mask(generator, 12, 11)
+    aggregate = aggregate_over(mask, mode, scale=11.0)
+
+    def loss_of(rows, log_prob):
+        return compute_policy_loss(
+            old[rows], log_prob[rows], advantages[rows], mask[rows], clip=CLIP, aggregate=aggregate
+        )
+
+    whole = new.clone().requires_grad_()
+    full_loss, full_metrics = loss_of(slice(0, 12), whole)
+    full_loss.backward()
+
+    split = new.clone().requires_grad_()
+    total, sums = 0.0, dict.fromkeys(full_metrics, 0.0)
+    for rows in torch.randperm(12, generator=generator).split(sizes):
+        loss, metrics = loss_of(rows, split)
+        loss.backward()
+        total += loss.item()
+        sums = {name: sums[name] + value for name, value in metrics.items()}
+    assert total == pytest.approx(full_loss.item(), rel=1e-12)
+    assert sums == pytest.approx(full_metrics, rel=1e-5)
+    torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-15)
+    assert whole.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_a_mini_batch_without_tokens_has_zero_loss_and_zero_gradient(mode):
+    mask = torch.zeros(2, 3, dtype=torch.long)
+    loss_mat = torch.full((2, 3), NAN, requires_grad=True)
+    loss = aggregate_over(mask, mode, scale=5.0)(loss_mat, mask)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(loss_mat.grad, torch.zeros(2, 3))
+
+
+def test_a_zero_count_with_selected_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"divides by 0\.0 \(num_tokens=0\.0"):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token-mean", num_tokens=0.0, num_sequences=1.0)
+
+
+def test_an_unknown_aggregation_mode_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'mean'.*token-mean, token-sum"):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "mean", num_tokens=1.0, num_sequences=1.0)
+
+
+@pytest.mark.parametrize(("low", "high", "c"), [(-0.1, 0.2, 3.0), (0.2, -0.1, 3.0), (0.2, 0.2, 1.0), (NAN, 0.2, 3.0)])
+def test_an_impossible_clip_range_is_refused(low, high, c):
+    with pytest.raises(ValueError, match="clip_ratio"):
+        ClipRange(low=low, high=high, c=c)
+
+
+def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch):
+    monkeypatch.setattr("verl_like.algorithms.policy_loss.POLICY_LOSSES", dict(POLICY_LOSSES))
+
+    @register_policy_loss("reinforce")
+    def reinforce(old_log_prob, log_prob, advantages, response_mask, *, clip, aggregate):
+        return aggregate(-advantages * log_prob, response_mask), {}
+
+    assert get_policy_loss_fn("vanilla") is compute_policy_loss
+    assert get_policy_loss_fn("reinforce") is reinforce
+    with pytest.raises(ValueError, match="'vanilla' is already registered"):
+        register_policy_loss("vanilla")(reinforce)
+    with pytest.raises(ValueError, match=r"unknown policy loss 'vanila': known are reinforce, vanilla"):
+        get_policy_loss_fn("vanila")

@@ -1,0 +1,63 @@
+"""Masked sums, means, variances and whitening."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.algorithms import masked_mean, masked_sum, masked_var, masked_whiten, zero_masked
+
+NAN, INF = float("nan"), float("inf")
+VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, INF, -INF], [NAN, NAN, NAN]])
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_statistics_see_only_selected_positions_for_every_mask_dtype(dtype):
+    mask = MASK.to(dtype)
+    assert masked_sum(VALUES, mask).item() == 9.0
+    assert masked_sum(VALUES, mask, axis=-1).tolist() == [3.0, 6.0, 0.0]
+    assert masked_mean(VALUES, mask).item() == 3.0
+    assert masked_mean(VALUES, mask, axis=-1).tolist() == [1.5, 6.0, 0.0]
+    assert masked_mean(VALUES, mask, axis=(0, 1)).item() == 3.0
+    assert masked_var(VALUES, mask).item() == 7.0  # (4 + 1 + 9) / 2
+    assert masked_var(VALUES, mask, unbiased=False).item() == pytest.approx(14 / 3)
+
+
+def test_a_row_mask_broadcasts_over_the_columns_in_numerator_and_count():
+    values, row_mask = torch.tensor([[1.0, 3.0], [NAN, 7.0]]), torch.tensor([[1], [0]])
+    assert masked_mean(values, row_mask).item() == 2.0
+    assert masked_var(values, row_mask).item() == 2.0
+
+
+def test_variance_of_too_few_values_is_refused():
+    with pytest.raises(ValueError, match="at least 2 selected value"):
+        masked_var(torch.ones(2, 2), torch.tensor([[1, 0], [0, 0]]))
+    with pytest.raises(ValueError, match="at least 1 selected value"):
+        masked_var(torch.ones(2, 2), torch.zeros(2, 2), unbiased=False)
+
+
+def test_whitening_matches_numpy_and_zeroes_the_rest():
+    generator = torch.Generator().manual_seed(0)
+    values = 3 + 2 * torch.randn(4, 8, generator=generator)
+    mask = torch.rand(4, 8, generator=generator) < 0.5
+    selected = values.numpy().astype(np.float64)[mask.numpy()]
+    scaled = (selected - selected.mean()) / np.sqrt(selected.var(ddof=1) + 1e-8)
+    dirty = torch.where(mask, values, NAN)
+    np.testing.assert_allclose(masked_whiten(dirty, mask)[mask].numpy(), scaled, rtol=1e-5, atol=1e-6)
+    kept_mean = masked_whiten(dirty, mask, shift_mean=False)[mask].numpy()
+    np.testing.assert_allclose(kept_mean, scaled + selected.mean(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(masked_whiten(dirty, mask)[~mask], torch.zeros(int((~mask).sum())))
+
+
+def test_whitening_one_value_or_none_gives_zeros():
+    one = torch.tensor([[0, 1, 0]])
+    assert masked_whiten(torch.tensor([[NAN, 5.0, 1.0]]), one).tolist() == [[0.0, 0.0, 0.0]]
+    assert masked_whiten(torch.tensor([[NAN, 5.0, 1.0]]), one, shift_mean=False).tolist() == [[0.0, 5.0, 0.0]]
+    assert masked_whiten(torch.full((1, 3), NAN), torch.zeros(1, 3)).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_gradients_of_masked_statistics_stop_at_the_mask():
+    values = VALUES.clone().requires_grad_()
+    (masked_mean(values, MASK) + zero_masked(values, MASK).square().sum()).backward()
+    expected = torch.tensor([[1 / 3 + 2, 1 / 3 + 4, 0.0], [1 / 3 + 12, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(values.grad, expected)
