@@ -52,34 +52,57 @@ class ModelConfig(ConfigModel):
 
     path: str
     """Folder or hub name of the pretrained model."""
-    tokenizer_path: str | None = None
-    """Folder or hub name of the tokenizer; null means the model's own."""
     trust_remote_code: bool = False
     """Whether code that ships with the model may run on this machine. Keep it off for models you have not read."""
-    override_config: dict[str, Any] = {}
+    override_config: dict[str, Any] = Field(default={})
     """Attributes that replace those of the model's own configuration, e.g. {attention_dropout: 0.0}."""
-    attn_implementation: str | None = None
-    """Attention kernel by its transformers name (sdpa, flash_attention_2, eager); null picks the fastest present."""
+    attn_implementation: Literal["sdpa", "varlen", "flash_attention_2"] | None = None
+    """Attention over packed sequences: sdpa, varlen (torch) or flash_attention_2; null picks the fastest."""
 
 
 class TrainedModelConfig(ModelConfig):
-    """A pretrained model that is also trained."""
+    """A pretrained model that is also trained and saved."""
 
+    tokenizer_path: str | None = None
+    """Folder or hub name of the tokenizer; null means the model's own."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute for far less memory."""
 
 
 class FsdpConfig(ConfigModel):
-    """How the parameters of a model that is only run forward are sharded and stored."""
+    """How the parameters of a model are sharded and stored."""
 
     param_offload: bool = False
     """Keep the parameters in host memory while the model is idle."""
+    dtype: TrainingDtype = "bfloat16"
+    """Data type in which layers compute: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+
+
+class ForwardFsdpConfig(FsdpConfig):
+    """A model that is only run forward is stored in its computing data type and sharded over all ranks."""
+
+    @property
+    def model_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def fsdp_size(self) -> int:
+        return -1
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return True
+
+
+class TrainedFsdpConfig(FsdpConfig):
+    """A trained model also has stored weights of higher precision, an optimizer state and a backward pass."""
+
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory except during the optimizer step."""
     fsdp_size: Annotated[int, Field(ge=-1)] = -1
     """Ranks one copy of the parameters is sharded over; -1 means all ranks of the pool. It divides the pool's size."""
     model_dtype: TrainingDtype = "float32"
     """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
-    dtype: TrainingDtype = "bfloat16"
-    """Data type in which layers compute: float32 or bfloat16 (fp32 and bf16 mean the same)."""
     reshard_after_forward: bool = True
     """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass."""
 
@@ -89,13 +112,6 @@ class FsdpConfig(ConfigModel):
         if value == 0:
             raise ValueError("expected -1 (all ranks) or a positive number of ranks")
         return value
-
-
-class TrainedFsdpConfig(FsdpConfig):
-    """How the parameters and the optimizer state of a trained model are sharded and stored."""
-
-    optimizer_offload: bool = False
-    """Keep the optimizer state in host memory except during the optimizer step."""
 
 
 class OptimConfig(ConfigModel):
@@ -152,8 +168,6 @@ class PolicyLossConfig(ConfigModel):
 class ActorConfig(ConfigModel):
     """The trained policy."""
 
-    strategy: Literal["fsdp"] = "fsdp"
-    """Training engine: fsdp (fully sharded data parallel, FSDP2)."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
@@ -169,9 +183,7 @@ class ActorConfig(ConfigModel):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     loss_agg_mode: LossAggMode = "token-mean"
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
-    seq-mean-token-sum-norm."""
-    loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
-    """Divisor of seq-mean-token-sum-norm, in tokens; null means the padded response length."""
+    seq-mean-token-sum-norm (divided by the padded response length)."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus that is subtracted from the loss; 0 switches it off."""
     use_kl_loss: bool = False
@@ -184,8 +196,6 @@ class ActorConfig(ConfigModel):
     and takes the gradient of k2."""
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of experience."""
-    shuffle: bool = False
-    """Draw the mini-batches in random order instead of batch order."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     max_skipped_steps: Annotated[int, Field(ge=0)] = 3
@@ -208,45 +218,36 @@ class ActorConfig(ConfigModel):
             )
         return self
 
-    @model_validator(mode="after")
-    def loss_scale_factor_is_used(self) -> ActorConfig:
-        if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
-            raise ValueError(
-                f"loss_scale_factor={self.loss_scale_factor} has no effect with loss_agg_mode={self.loss_agg_mode}; "
-                "set loss_agg_mode=seq-mean-token-sum-norm or loss_scale_factor=null"
-            )
-        return self
-
 
 class RefConfig(ConfigModel):
     """The frozen reference policy."""
 
     log_prob_micro_batch_size_per_gpu: PositiveInt
     """Responses per forward pass on one rank when reference log-probabilities are computed."""
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
 
 class SamplingConfig(ConfigModel):
     """How responses are sampled in validation."""
 
     temperature: NonNegativeFloat = 0.0
-    """Softmax temperature; positive together with do_sample=true, 0 otherwise."""
+    """Softmax temperature; 0 decodes greedily."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k most likely tokens; -1 means all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens that hold this share of the probability."""
     n: PositiveInt = 1
     """Responses per prompt."""
-    do_sample: bool = False
-    """Sample; false decodes greedily."""
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether responses are sampled rather than decoded greedily."""
+        return self.temperature > 0
 
     @model_validator(mode="after")
-    def temperature_agrees_with_do_sample(self) -> SamplingConfig:
-        if self.do_sample != (self.temperature > 0):
-            raise ValueError(
-                f"do_sample={self.do_sample} and temperature={self.temperature} contradict each other; sampling needs "
-                "do_sample=true with temperature > 0, greedy decoding do_sample=false with temperature=0"
-            )
+    def several_responses_are_sampled(self) -> SamplingConfig:
+        if self.n > 1 and not self.do_sample:
+            raise ValueError(f"n={self.n} greedy responses to one prompt are all the same; set temperature > 0 or n=1")
         return self
 
 
@@ -260,15 +261,13 @@ class RolloutConfig(ConfigModel):
     response_length: PositiveInt
     """Longest response in tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature of sampling; log-probabilities everywhere are taken at the same temperature."""
+    """Softmax temperature; log-probabilities everywhere are taken at the same temperature."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k most likely tokens; -1 means all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens that hold this share of the probability."""
     n: PositiveInt = 1
     """Responses per prompt; GRPO needs at least 2."""
-    do_sample: bool = True
-    """Sample; false decodes greedily."""
     ignore_eos: bool = False
     """Generate response_length tokens even after the end-of-sequence token; for measuring speed."""
     dtype: RolloutDtype = "bfloat16"
@@ -324,27 +323,25 @@ class CriticConfig(ConfigModel):
 
     enable: bool | None = None
     """Train a critic; null means only where the advantage estimator needs values (gae)."""
-    strategy: Literal["fsdp"] = "fsdp"
-    """Training engine: fsdp (fully sharded data parallel, FSDP2)."""
     model: CriticModelConfig
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: PositiveInt
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
+    rollout_n: PositiveInt
+    """Responses per prompt, as in actor_rollout_ref.rollout.n."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
     forward_micro_batch_size_per_gpu: PositiveInt = Field(default=None, validate_default=True)
     """Responses per forward pass on one rank when values are computed; null means ppo_micro_batch_size_per_gpu."""
     ppo_epochs: PositiveInt
     """Passes over one batch of experience."""
-    shuffle: bool = False
-    """Draw the mini-batches in random order instead of batch order."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     cliprange_value: Annotated[float, Field(gt=0)] = 0.5
     """Clip range of the new value around the old one in the value loss."""
     loss_agg_mode: LossAggMode
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
-    seq-mean-token-sum-norm."""
+    seq-mean-token-sum-norm (divided by the padded response length)."""
     max_skipped_steps: Annotated[int, Field(ge=0)] = 3
     """Consecutive optimizer steps skipped for a non-finite gradient norm after which the run stops."""
 
@@ -359,7 +356,7 @@ class RewardModelModelConfig(ModelConfig):
 
     path: str | None = None
     """Folder or hub name of the pretrained reward model; needed when reward_model.enable is true."""
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
 
 class RewardModelConfig(ConfigModel):
@@ -370,5 +367,3 @@ class RewardModelConfig(ConfigModel):
     model: RewardModelModelConfig = RewardModelModelConfig()
     micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank."""
-    max_length: PositiveInt | None = None
-    """Longest sequence (prompt and response) in tokens; longer ones are an error. null means no limit."""

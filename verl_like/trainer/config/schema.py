@@ -1,0 +1,226 @@
+"""The whole configuration of a run: what the trainer reads, around what the workers read (workers/config.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
+
+from verl_like.trainer.roles import Role
+from verl_like.workers.config import (
+    ActorRolloutRefConfig,
+    ConfigModel,
+    CriticConfig,
+    KlPenalty,
+    PositiveInt,
+    RewardModelConfig,
+)
+
+
+def _list_of_one(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _refuse_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1 (no limit, or never) or a positive number")
+    return value
+
+
+# Lists become tuples, so that nothing below the entry point can change them.
+Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_one), Strict(False), Field(min_length=1)]
+MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
+Seconds = Annotated[float, Field(gt=0)]
+Logger = Literal["console", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class DataConfig(ConfigModel):
+    """Prompts: where they are and how they become batches."""
+
+    train_files: Names
+    """Training prompts: one file or a list of files (parquet, JSON, JSONL) in verl's schema."""
+    val_files: Names
+    """Validation prompts: one file or a list of files."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt, a list of chat messages."""
+    reward_fn_key: str = "data_source"
+    """Column that names the data source, by which a reward function is chosen."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens; every prompt is padded to it."""
+    max_response_length: PositiveInt = 512
+    """Longest response in tokens; generation stops there."""
+    train_batch_size: PositiveInt = 1024
+    """PROMPTS of one training step; each brings actor_rollout_ref.rollout.n responses."""
+    val_batch_size: PositiveInt | None = None
+    """Prompts of one validation call; null means all of them at once."""
+    shuffle: bool = True
+    """Draw the training prompts of an epoch in random order, a function of trainer.seed and the epoch."""
+    train_max_samples: MinusOneOrPositive = -1
+    """Use only the first training prompts; -1 means all."""
+    val_max_samples: MinusOneOrPositive = -1
+    """Use only the first validation prompts; -1 means all."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than max_prompt_length; how many is reported."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a longer prompt that is not dropped: error, or tokens are cut left, right or in the middle."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
+
+
+class CustomRewardFunctionConfig(ConfigModel):
+    """A reward function of the user's own."""
+
+    path: str | None = None
+    """Python file, or pkg://package.module, that holds the function; null means the built-in rewards by data source."""
+    name: str = "compute_score"
+    """Name of the function: name(data_source, solution_str, ground_truth, extra_info)."""
+    reward_kwargs: dict[str, Any] = Field(default={})
+    """Further keyword arguments of the function."""
+
+
+class RewardConfig(ConfigModel):
+    """How rule rewards are computed."""
+
+    num_workers: PositiveInt = 2
+    """Processes that score responses."""
+    timeout_s: Seconds = 30.0
+    """Seconds one response may take to score; a process that takes longer is replaced."""
+    on_error: Literal["fail", "skip", "score"] = "fail"
+    """What an exception or a timeout does: fail the run, skip the response, or score it with error_score."""
+    error_score: float = 0.0
+    """Score of a response that could not be scored, with on_error=score."""
+
+
+class KlControlConfig(ConfigModel):
+    """Coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed, or adaptive: kl_coef moves until the measured KL is target_kl (arXiv:1909.08593)."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    """The coefficient; with adaptive, its first value."""
+    horizon: Annotated[float, Field(gt=0)] = 10000.0
+    """Responses over which the adaptive coefficient moves."""
+    target_kl: Annotated[float, Field(gt=0)] = 0.1
+    """KL divergence the adaptive coefficient aims at, per token."""
+
+
+class AlgorithmConfig(ConfigModel):
+    """From scores to advantages."""
+
+    adv_estimator: str = "gae"
+    """Registered advantage estimator; built in are gae (PPO, with a critic) and grpo (rollout.n responses a group)."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of GAE: 0 is low variance, 1 low bias."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO (arXiv:2503.20783)."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL divergence to the reference policy from the reward (PPO). May be combined with
+    actor_rollout_ref.actor.use_kl_loss; both terms then apply."""
+    kl_penalty: KlPenalty = "kl"
+    """Per-token KL estimator in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
+    kl_ctrl: KlControlConfig = KlControlConfig()
+
+
+class TrainerConfig(ConfigModel):
+    """The run."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where workers compute. The preset device=cpu sets it together with everything else a CPU needs."""
+    nnodes: PositiveInt = 1
+    """Nodes of the run; the placement presets share them out."""
+    n_gpus_per_node: PositiveInt = 8
+    """GPUs per node, one training process each; with device cpu, processes per node."""
+    total_epochs: PositiveInt = 30
+    """Passes over the training prompts."""
+    total_training_steps: PositiveInt | None = None
+    """Training steps; null means total_epochs of them."""
+    project_name: str = "verl_like"
+    """Groups runs in trackers and in the output folder."""
+    experiment_name: str = "ppo"
+    """Names the run in trackers and in the output folder."""
+    logger: Annotated[tuple[Logger, ...], BeforeValidator(_list_of_one), Strict(False)] = ("console",)
+    """Where metrics go besides the run's metrics.jsonl: console, tensorboard, wandb, mlflow, trackio."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """The one seed: order of prompts, sampling, initial value head, mini-batches."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    test_freq: MinusOneOrPositive = -1
+    """Training steps between validations; -1 means only at the end."""
+    save_freq: MinusOneOrPositive = -1
+    """Training steps between checkpoints; -1 means none."""
+    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    """First training steps in which only the critic is updated."""
+    log_val_generations: Annotated[int, Field(ge=0)] = 3
+    """Validation responses that are shown with their scores."""
+    default_local_dir: str
+    """Folder of the run's metrics, report and checkpoints."""
+    call_timeout_s: Seconds = 3600.0
+    """Seconds one call of a worker group may take before the run stops."""
+    placement_timeout_s: Seconds = 10.0
+    """Seconds the resource pools may take to start before the run stops."""
+
+
+class RayInitConfig(ConfigModel):
+    """How the driver joins or starts Ray."""
+
+    num_cpus: PositiveInt | None = None
+    """CPU slots of a Ray started here; null means the machine's cores."""
+    address: str | None = None
+    """Address of a running cluster, or auto; null starts Ray on this machine."""
+
+
+class RayKwargsConfig(ConfigModel):
+    """Settings of Ray."""
+
+    ray_init: RayInitConfig = RayInitConfig()
+
+
+class PPOConfig(ConfigModel):
+    """The whole configuration of a PPO run."""
+
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    critic: CriticConfig
+    reward_model: RewardModelConfig = RewardModelConfig()
+    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig
+    resource_pool_spec: dict[str, Annotated[tuple[PositiveInt, ...], Strict(False)]] = Field(default={})
+    """Resource pools by name, each a list of processes per node, e.g. {actor_pool: [8, 8], critic_pool: [4]}. The
+    placement preset fills it."""
+    role_mapping: dict[str, str] = Field(default={})
+    """Resource pool of each role: actor, rollout, ref, critic, reward_model, and every role of worker_classes. The
+    placement preset fills it."""
+    worker_classes: dict[str, str] = Field(default={})
+    """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
+    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether values are estimated: `critic.enable`, or where that is null, the gae estimator."""
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any KL term compares the policy with the reference policy."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def active_roles(self) -> tuple[str, ...]:
+        """Roles that this run starts, built-in ones first; `role_mapping` may also hold built-in roles it does not."""
+        needed = {
+            Role.Actor: True,
+            Role.Rollout: True,
+            Role.RefPolicy: self.needs_reference,
+            Role.Critic: self.needs_critic,
+            Role.RewardModel: self.reward_model.enable,
+        }
+        new_roles = [role for role in self.role_mapping if role not in needed]
+        return (*(role.value for role, is_needed in needed.items() if is_needed), *new_roles)
+
+    def num_processes(self, role: str) -> int:
+        """Size of the pool that `role` is mapped to."""
+        return sum(self.resource_pool_spec[self.role_mapping[role]])
