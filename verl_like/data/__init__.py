@@ -1,0 +1,6 @@
+"""Prompts: reading, checking and tokenising them, and the order in which they are used."""
+
+from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.data.sampler import EpochSampler
+
+__all__ = ["EpochSampler", "PromptDataset"]

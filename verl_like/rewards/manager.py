@@ -266,8 +266,7 @@ def _extra_columns(answers: list[_Answer]) -> dict[str, np.ndarray]:
         if all(value is None or isinstance(value, bool | int | float) for value in values):
             columns[key] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
         else:
-            columns[key] = np.empty(len(values), dtype=object)
-            columns[key][:] = values
+            columns[key] = np.fromiter(values, dtype=object, count=len(values))
     return columns
 
 

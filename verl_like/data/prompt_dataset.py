@@ -1,0 +1,183 @@
+"""The prompts of a run, tokenised once when they are loaded."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.data.rows import PromptRow, read_prompt_rows
+from verl_like.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+
+class PromptDataset:
+    """Rows in verl's schema with their prompts as token ids, none longer than `max_prompt_length`.
+
+    Prompts go through the tokenizer's chat template with a generation prompt; what is tokenised here is what the
+    rollout continues and what the length limit counts.
+
+    Args:
+        files: Parquet, JSONL or JSON files, read in order.
+        tokenizer: has a chat template, and a padding or an end-of-sequence token.
+        prompt_key: the field with the chat messages.
+        reward_fn_key: the field that selects the reward function.
+        max_prompt_length: limit in tokens, and the width P of collated batches.
+        filter_overlong_prompts: leave longer prompts out, before `truncation` sees them.
+        truncation: what becomes of longer prompts: `error`, or which end loses tokens: `left`, `right`, or `middle`.
+        max_samples: use the first so many rows; -1 means all.
+        apply_chat_template_kwargs: further arguments of the chat template.
+
+    Attributes:
+        num_filtered: rows left out because they are too long.
+        num_truncated: rows that lost tokens.
+
+    Raises:
+        ValueError: files, rows or tokenizer that cannot be used; the message names file, row and field.
+    """
+
+    def __init__(
+        self,
+        files: str | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str = "prompt",
+        reward_fn_key: str = "data_source",
+        max_prompt_length: int = 512,
+        filter_overlong_prompts: bool = False,
+        truncation: Literal["error", "left", "right", "middle"] = "error",
+        max_samples: int = -1,
+        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if truncation not in ("error", "left", "right", "middle"):
+            raise ValueError(f"data.truncation is {truncation!r}, expected error, left, right or middle")
+        self.max_prompt_length = max_prompt_length
+        self.pad_token_id = _pad_token_id(tokenizer)
+        rows = read_prompt_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples)
+        prompts = _tokenize(rows, tokenizer, apply_chat_template_kwargs or {})
+        overlong = [index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length]
+        self.num_filtered = len(overlong) if filter_overlong_prompts else 0
+        self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
+        if filter_overlong_prompts and overlong:
+            logger.warning(
+                "%d of %d prompts are longer than data.max_prompt_length=%d and are left out",
+                self.num_filtered, len(rows), max_prompt_length,
+            )  # fmt: skip
+            kept = sorted(set(range(len(rows))) - set(overlong))
+            rows, prompts = [rows[index] for index in kept], [prompts[index] for index in kept]
+            if not rows:
+                raise ValueError(
+                    f"all {self.num_filtered} prompts of {files} are longer than data.max_prompt_length="
+                    f"{max_prompt_length} and data.filter_overlong_prompts leaves none: raise data.max_prompt_length"
+                )
+        elif overlong:
+            if truncation == "error":
+                raise _overlong_error(rows, prompts, overlong, max_prompt_length)
+            logger.warning(
+                "%d of %d prompts are cut (%s) to data.max_prompt_length=%d tokens",
+                self.num_truncated, len(rows), truncation, max_prompt_length,
+            )  # fmt: skip
+            for index in overlong:
+                prompts[index] = _truncate(prompts[index], max_prompt_length, truncation)
+        self._rows = rows
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Row `index`: index, input_ids (list of token ids), raw_prompt, data_source, reward_model, extra_info."""
+        row = self._rows[index]
+        return {
+            "index": range(len(self))[index],
+            "input_ids": self._prompts[index],
+            "raw_prompt": row.messages,
+            "data_source": row.data_source,
+            "reward_model": row.reward_model,
+            "extra_info": row.extra_info,
+        }
+
+    def collate(self, rows: Sequence[Mapping[str, Any]], epoch: int) -> DataProto:
+        """A batch of B rows, padded on the left to P = `max_prompt_length`.
+
+        Returns:
+            input_ids, attention_mask, position_ids (B, P) int64; uid ("epoch-index"), data_source, reward_model,
+            extra_info and raw_prompt as object arrays of B.
+        """
+        input_ids = np.full((len(rows), self.max_prompt_length), self.pad_token_id, dtype=np.int64)
+        attention_mask = np.zeros_like(input_ids)
+        for position, row in enumerate(rows):
+            start = self.max_prompt_length - len(row["input_ids"])
+            input_ids[position, start:] = row["input_ids"]
+            attention_mask[position, start:] = 1
+        position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0)
+        tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        objects = {
+            key: [row[key] for row in rows] for key in ("data_source", "reward_model", "extra_info", "raw_prompt")
+        }
+        objects["uid"] = [f"{epoch}-{row['index']}" for row in rows]
+        return DataProto(
+            batch=TensorDict({key: torch.from_numpy(array) for key, array in tensors.items()}, batch_size=[len(rows)]),
+            non_tensor_batch={
+                key: np.fromiter(values, dtype=object, count=len(rows)) for key, values in objects.items()
+            },
+            meta_info={},
+        )
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or set "
+            "actor_rollout_ref.model.tokenizer_path to a tokenizer that has one"
+        )
+    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad_token_id is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has neither a padding nor an end-of-sequence token")
+    return pad_token_id
+
+
+def _tokenize(
+    rows: list[PromptRow], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> list[list[int]]:
+    texts = []
+    for row in rows:
+        try:
+            text = tokenizer.apply_chat_template(
+                row.messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except Exception as error:  # a template raises what it likes; which row it was is what the user needs
+            raise ValueError(
+                f"{row.place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
+                f"{[message['role'] for message in row.messages]}: {type(error).__name__}: {error}"
+            ) from error
+        texts.append(text)
+    # As apply_chat_template(tokenize=True) does, but for all rows at once: the template has the special tokens already.
+    prompts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not prompt:
+            raise ValueError(f"{row.place}: the prompt has no tokens after the chat template, expected at least one")
+    return prompts
+
+
+def _overlong_error(rows: list[PromptRow], prompts: list[list[int]], overlong: list[int], limit: int) -> ValueError:
+    lengths = [len(prompts[index]) for index in overlong]
+    return ValueError(
+        f"{rows[overlong[0]].place}: the prompt has {lengths[0]} tokens, more than data.max_prompt_length={limit} "
+        f"({len(overlong)} of {len(rows)} prompts are too long, the longest has {max(lengths)}). Choose one: "
+        f"data.max_prompt_length={max(lengths)} to keep them whole; data.filter_overlong_prompts=True to leave them "
+        "out; data.truncation=left (or middle) to keep their end; data.truncation=right to keep their beginning"
+    )
+
+
+def _truncate(prompt: list[int], limit: int, truncation: str) -> list[int]:
+    if truncation == "left":
+        return prompt[len(prompt) - limit :]
+    if truncation == "right":
+        return prompt[:limit]
+    head = limit // 2
+    return prompt[:head] + prompt[len(prompt) - (limit - head) :]

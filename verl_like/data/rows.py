@@ -1,0 +1,124 @@
+"""Reads rows in verl's schema from Parquet, JSONL and JSON files and checks them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One checked row and where it comes from."""
+
+    file: str
+    row: int  # counted from 0; in JSONL the line number less one
+    messages: list[dict[str, Any]]
+    data_source: str
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Names the row in an error."""
+        return f"{self.file}, row {self.row}"
+
+
+def read_prompt_rows(
+    files: str | list[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_samples: int = -1
+) -> list[PromptRow]:
+    """Reads and checks the rows of all files in order, the first `max_samples` of them if it is not negative.
+
+    Raises:
+        ValueError: a file is missing, unreadable or of another format; a row breaks the schema; there are no rows.
+    """
+    files = [files] if isinstance(files, str) else list(files)
+    rows: list[PromptRow] = []
+    for file in files:
+        wanted = None if max_samples < 0 else max_samples - len(rows)
+        for index, record in _read_records(file)[:wanted]:
+            rows.append(_check_record(record, file, index, prompt_key, reward_fn_key))
+    if not rows:
+        raise ValueError(f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt")
+    return rows
+
+
+def _read_records(file: str) -> list[tuple[int, Any]]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"data file {file} does not exist (looked for {path.resolve()})")
+    if path.suffix == ".parquet":
+        try:
+            return list(enumerate(pq.read_table(path).to_pylist()))
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"data file {file} is not a readable Parquet file: {error}") from error
+    if path.suffix == ".jsonl":
+        lines = enumerate(path.read_bytes().split(b"\n"))
+        return [(index, _parse_json(line, f"{file}, row {index}")) for index, line in lines if line.strip()]
+    if path.suffix == ".json":
+        records = _parse_json(path.read_bytes(), file)
+        if not isinstance(records, list):
+            raise ValueError(
+                f"data file {file} holds {_found(records)}, expected a list of rows; one row a line is .jsonl"
+            )
+        return list(enumerate(records))
+    raise ValueError(f"data file {file} ends in {path.suffix!r}, expected .parquet, .jsonl or .json")
+
+
+def _parse_json(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except ValueError as error:  # also UnicodeDecodeError
+        raise ValueError(f"{place}: not JSON in UTF-8: {error}") from error
+
+
+def _check_record(record: Any, file: str, index: int, prompt_key: str, reward_fn_key: str) -> PromptRow:
+    place = f"{file}, row {index}"
+    if not isinstance(record, dict):
+        raise _bad_row(place, "the row", record, "an object with named fields")
+    messages = record.get(prompt_key)
+    if not isinstance(messages, list) or not messages:
+        fields = f"; the row has {', '.join(record)}: set data.prompt_key" if messages is None else ""
+        raise _bad_row(place, f"field {prompt_key!r}", messages, _MESSAGES + fields)
+    for position, message in enumerate(messages):
+        field = f"field {prompt_key}[{position}]"
+        if not isinstance(message, dict):
+            raise _bad_row(place, field, message, 'a chat message {"role": "user", "content": "..."}')
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise _bad_row(place, f"{field}[{key!r}]", message.get(key), "a string")
+    data_source = record.get(reward_fn_key)
+    if not isinstance(data_source, str) or not data_source:
+        raise _bad_row(place, f"field {reward_fn_key!r}", data_source, "a string that names the data set")
+    reward_model = record.get("reward_model")
+    if not isinstance(reward_model, dict):
+        raise _bad_row(place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}')
+    if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
+        raise _bad_row(
+            place,
+            "field reward_model['ground_truth']",
+            None,
+            'the expected answer (or "style": "model" in reward_model)',
+        )
+    extra_info = record.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise _bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
+    # Parquet fills the keys that only other rows' messages have with null.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return PromptRow(file, index, messages, data_source, reward_model, extra_info or {})
+
+
+def _found(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    return f"{type(value).__name__} {repr(value)[:80]}"
+
+
+def _bad_row(place: str, field: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{place}: {field} is {_found(value)}, expected {expected}")

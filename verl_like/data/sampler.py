@@ -1,0 +1,42 @@
+"""Which rows make up the batch of a step: a pure function of (seed, step)."""
+
+import numpy as np
+
+
+class EpochSampler:
+    """Splits each epoch's order of the rows into batches and drops the last incomplete one.
+
+    Nothing is remembered between calls, so a resumed run needs the step only.
+
+    Args:
+        num_rows: rows of the dataset.
+        batch_size: rows of a batch.
+        seed: a number below 2**32; with the epoch it decides the order.
+        shuffle: False keeps the dataset's order in every epoch.
+
+    Raises:
+        ValueError: there are fewer rows than one batch takes.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+        if batch_size < 1:
+            raise ValueError(f"the batch size is {batch_size}, expected at least 1")
+        if num_rows < batch_size:
+            raise ValueError(
+                f"{num_rows} rows < train_batch_size {batch_size}: add rows or lower data.train_batch_size"
+            )
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_batches_per_epoch = num_rows // batch_size
+
+    def batch(self, step: int) -> tuple[int, list[int]]:
+        """The epoch and the row indices of a step; steps count from 0 and run on over the epochs."""
+        epoch, position = divmod(step, self.num_batches_per_epoch)
+        order = np.arange(self.num_rows)
+        if self.shuffle:
+            # RandomState, not Generator: NumPy guarantees that its stream never changes between versions.
+            order = np.random.RandomState([self.seed, epoch]).permutation(self.num_rows)
+        start = position * self.batch_size
+        return epoch, order[start : start + self.batch_size].tolist()
