@@ -1,0 +1,98 @@
+"""The one table of PPO columns: what each is called, its shape and dtype, who writes it and what it means."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PAD_COLUMN = "is_pad"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the batch. `dims` names the axes: B rows, P prompt, R response, T = P + R; "-" for meta entries."""
+
+    name: str
+    kind: Literal["tensor", "non_tensor", "meta"]
+    dims: str
+    dtype: str
+    writer: str
+    meaning: str
+
+
+_TABLE = [
+    Column("input_ids", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
+           "Token ids: prompt padded on the left, then response padded on the right; only the prompt before generation."),
+    Column("attention_mask", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
+           "1 on real tokens, 0 on padding."),
+    Column("position_ids", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
+           "Position of each token in its sequence, 0 on the first real token."),
+    Column("prompts", "tensor", "B P", "int64", "generate_sequences", "Prompt token ids, padded on the left."),
+    Column("responses", "tensor", "B R", "int64", "generate_sequences",
+           "Response token ids as sampled, padded on the right."),
+    Column("response_mask", "tensor", "B R", "int64", "generate_sequences",
+           "1 on generated tokens, the end-of-sequence token included; 0 on padding."),
+    Column("rollout_log_probs", "tensor", "B R", "float32", "generate_sequences",
+           "Log-probability of each response token under the rollout engine that sampled it."),
+    Column("policy_version", "tensor", "B", "int64", "generate_sequences",
+           "Number of the weight sync whose weights sampled the row."),
+    Column("old_log_probs", "tensor", "B R", "float32", "compute_log_prob",
+           "Log-probability of each response token under the actor before the update."),
+    Column("entropys", "tensor", "B R", "float32", "compute_log_prob",
+           "Entropy of the actor's next-token distribution at each response token, in nats."),
+    Column("ref_log_prob", "tensor", "B R", "float32", "compute_ref_log_prob",
+           "Log-probability of each response token under the frozen reference model."),
+    Column("values", "tensor", "B R", "float32", "compute_values",
+           "The critic's estimate of the return from each response token."),
+    Column("rule_scores", "tensor", "B R", "float32", "driver, from the reward function",
+           "Score of the rule reward, placed on the last response token."),
+    Column("rm_scores", "tensor", "B R", "float32", "compute_rm_score",
+           "Score of the reward model, placed on the last response token."),
+    Column("token_level_scores", "tensor", "B R", "float32", "driver", "Sum of the scores, before any KL penalty."),
+    Column("token_level_rewards", "tensor", "B R", "float32", "driver",
+           "token_level_scores minus the KL penalty where the KL is in the reward."),
+    Column("advantages", "tensor", "B R", "float32", "driver, by the advantage estimator",
+           "How much better than expected each response token was."),
+    Column("returns", "tensor", "B R", "float32", "driver, by the advantage estimator",
+           "Target of the value loss."),
+    Column(PAD_COLUMN, "tensor", "B", "bool", "dispatch, pad_dataproto_to_divisor",
+           "True on rows that only fill up an uneven split; they count in no loss and no metric."),
+    Column("uid", "non_tensor", "B", "object (str)", "prompt dataset",
+           'Prompt id "epoch-index", shared by all samples of one prompt.'),
+    Column("data_source", "non_tensor", "B", "object (str)", "prompt dataset",
+           "Name of the data set; selects the reward function."),
+    Column("reward_model", "non_tensor", "B", "object (dict)", "prompt dataset",
+           'What the reward function compares with, e.g. {"style": "rule", "ground_truth": "72"}.'),
+    Column("extra_info", "non_tensor", "B", "object (dict)", "prompt dataset",
+           "Anything else the data set passes to the reward function."),
+    Column("raw_prompt", "non_tensor", "B", "object (list)", "prompt dataset", "The prompt as a list of chat messages."),
+    Column("temperature", "meta", "-", "float", "driver",
+           "Sampling temperature; log-probabilities and entropies are taken at the same temperature."),
+    Column("global_steps", "meta", "-", "int", "driver", "Number of the training step, from 1."),
+    Column("validate", "meta", "-", "bool", "driver", "True when the rollout uses the validation sampling settings."),
+    Column("metrics", "meta", "-", "dict[str, Metric]", "any worker method",
+           "Metrics of the call; merged over ranks by each metric's own reduction."),
+    Column("timing", "meta", "-", "dict[str, float]", "any worker method",
+           "Seconds by name; concatenating the ranks' results turns each into a list."),
+]  # fmt: skip
+
+COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
+assert len(COLUMNS) == len(_TABLE), "a column is in the table twice"
+
+
+def render_columns_table() -> str:
+    """The page docs/columns.md, in Markdown."""
+    lines = [
+        "<!-- Generated by scripts/generate_docs.py from verl_like/protocol/columns.py. -->",
+        "# Columns of the PPO batch",
+        "",
+        "A `DataProto` takes any column; these are the ones that the PPO trainer and its workers read and write.",
+        "Dimensions: `B` rows, `P` padded prompt length, `R` padded response length, `T = P + R`.",
+        "",
+        "| column | kind | dims | dtype | written by | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
+    for column in COLUMNS.values():
+        kind = column.kind.replace("_", "-")
+        lines.append(
+            f"| `{column.name}` | {kind} | {column.dims} | {column.dtype} | {column.writer} | {column.meaning} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,95 @@
+"""Merging the parts of batches: columns of two batches over the same rows, and meta_info of many parts."""
+
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from tensordict import TensorDict
+
+from verl_like.protocol.metric import merge_metrics
+from verl_like.protocol.row_ops import deep_equal
+
+V = TypeVar("V")
+# meta_info entries that every call writes anew, as dicts by name.
+_PER_CALL = ("metrics", "timing")
+
+
+def names(keys: Iterable[str]) -> str:
+    """Key names for an error message."""
+    return ", ".join(sorted(map(repr, keys)))
+
+
+def require_keys(caller: str, place: str, wanted: Sequence[str], existing: Collection[str]) -> None:
+    """Raise ValueError naming the keys in `wanted` that are not in `existing`, or that are wanted twice."""
+    missing = [key for key in wanted if key not in existing]
+    if missing:
+        raise ValueError(f"{caller}: {names(missing)} not in {place}, which has {names(existing) or 'nothing'}.")
+    if len(set(wanted)) != len(wanted):
+        raise ValueError(f"{caller}: a key of {names(wanted)} is given twice.")
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """New TensorDict with the columns of both; a column in both must be equal (NaN equals NaN), else ValueError."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise ValueError(
+            f"union: the batch sizes differ, {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}."
+        )
+    united = _union("batch", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
+    device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
+    return TensorDict(united, batch_size=tensor_dict1.batch_size, device=device)
+
+
+def union_numpy_dict(
+    tensor_dict1: Mapping[str, np.ndarray], tensor_dict2: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """New dict with the arrays of both; an array in both must be equal (NaN equals NaN), else ValueError."""
+    return _union("non_tensor_batch", tensor_dict1, tensor_dict2)
+
+
+def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """New dict with the entries of both; "metrics" and "timing" are united name by name. ValueError where they
+    differ."""
+    per_call = {
+        key: _union(f"meta_info[{key!r}]", left[key], right[key]) for key in _PER_CALL if key in left and key in right
+    }
+    return _union("meta_info", {**left, **per_call}, {**right, **per_call})
+
+
+def _union(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
+    for key in left.keys() & right.keys():
+        if not deep_equal(left[key], right[key]):
+            raise ValueError(
+                f"union: {place} key {key!r} is in both and differs: {_short(left[key])} and {_short(right[key])}; "
+                "pop or rename it on one side."
+            )
+    return {**left, **right}
+
+
+def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """meta_info of a concatenation: "metrics" merged by `merge_metrics`, "timing" into lists by name, anything else
+    equal wherever it is present, else ValueError naming the key."""
+    merged: dict[str, Any] = {}
+    for index, part in enumerate(parts):
+        for key, value in part.items():
+            if key not in merged:
+                merged[key] = value
+            elif key not in _PER_CALL and not deep_equal(merged[key], value):
+                raise ValueError(
+                    f"concat: meta_info[{key!r}] is {_short(value)} in part {index} but {_short(merged[key])} before; "
+                    "make it equal in all parts or pop it first."
+                )
+    if "metrics" in merged:
+        merged["metrics"] = merge_metrics([part["metrics"] for part in parts if "metrics" in part])
+    if "timing" in merged:
+        timing: dict[str, list[Any]] = {}
+        for part in parts:
+            for name, seconds in part.get("timing", {}).items():
+                timing.setdefault(name, []).extend(seconds if isinstance(seconds, list) else [seconds])
+        merged["timing"] = timing
+    return merged
+
+
+def _short(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return reprlib.repr(value) if shape is None else f"{type(value).__name__} {value.dtype} {tuple(shape)}"

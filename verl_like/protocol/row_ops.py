@@ -1,0 +1,155 @@
+"""Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the first dimension."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+ColumnData = torch.Tensor | np.ndarray
+
+
+def is_jagged(column: Any) -> bool:
+    return isinstance(column, torch.Tensor) and column.is_nested
+
+
+def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values (sum of lengths, ...), offsets (rows + 1,)) of a jagged tensor of shape (rows, ragged, ...), not copied
+    where it is contiguous. Raises ValueError for the other nested layouts."""
+    if column.layout != torch.jagged:
+        raise ValueError("A nested column must have layout=torch.jagged; got a nested tensor of another layout.")
+    if column._ragged_idx != 1:
+        raise ValueError(
+            f"A jagged column must be ragged in dim 1, (rows, ragged, ...); this one is ragged in dim "
+            f"{column._ragged_idx}: transpose it first."
+        )
+    column = column.contiguous()  # drops the holes of torch.nested.narrow
+    return column.values(), column.offsets()
+
+
+def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The inverse of `jagged_parts`, by row lengths (rows,)."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(lengths, dim=0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+
+
+def num_rows(column: ColumnData) -> int:
+    return column.size(0) if isinstance(column, torch.Tensor) else column.shape[0]
+
+
+def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
+    """Rows start..stop-1 as a view of the same memory."""
+    if not is_jagged(column):
+        return column[start:stop]
+    values, offsets = jagged_parts(column)
+    row_offsets = offsets[start : stop + 1]
+    return torch.nested.nested_tensor_from_jagged(
+        values[int(row_offsets[0]) : int(row_offsets[-1])], offsets=row_offsets - row_offsets[0]
+    )
+
+
+def copy_column(column: ColumnData) -> ColumnData:
+    return column.clone() if isinstance(column, torch.Tensor) else column.copy()
+
+
+def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
+    """Copies of the rows `indices` (int64 on CPU, each in 0..rows-1, repeats allowed)."""
+    if isinstance(column, np.ndarray):
+        return column[indices.numpy()]
+    indices = indices.to(column.device)
+    if not column.is_nested:
+        return column[indices]
+    values, offsets = jagged_parts(column)
+    lengths = offsets.diff()[indices]
+    # Position of each kept value = where its row starts in `values` + its place in the row.
+    new_starts = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(offsets[:-1][indices] - new_starts, lengths)
+    return jagged_from_lengths(values[shift + torch.arange(len(shift), device=shift.device)], lengths)
+
+
+def concat_columns(name: str, parts: Sequence[ColumnData]) -> ColumnData:
+    """Rows of all parts, in order, in new memory. Raises ValueError naming the column when the parts do not match."""
+    signatures = [_signature(part) for part in parts]
+    for index, signature in enumerate(signatures):
+        if signature != signatures[0]:
+            raise ValueError(
+                f"concat: column {name!r} is {signatures[0]} in part 0 but {signature} in part {index}; "
+                "give every part the same type and width (pad to a common width, or use a jagged column)."
+            )
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis=0)
+    if not parts[0].is_nested:
+        return torch.cat(list(parts), dim=0)
+    pairs = [jagged_parts(part) for part in parts]
+    return jagged_from_lengths(
+        torch.cat([values for values, _ in pairs]), torch.cat([offsets.diff() for _, offsets in pairs])
+    )
+
+
+def _signature(column: ColumnData) -> str:
+    """What must agree for two columns to be concatenated, in words."""
+    if isinstance(column, np.ndarray):
+        dtype = "str" if column.dtype.kind == "U" else str(column.dtype)  # NumPy widens strings without loss
+        return f"an array of {dtype} with rows of shape {column.shape[1:]}"
+    if column.is_nested:
+        return f"a jagged tensor of {column.dtype} with row entries of shape {tuple(jagged_parts(column)[0].shape[1:])}"
+    return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
+
+
+def object_array(rows: Sequence[Any]) -> np.ndarray:
+    """A 1-D object array with one element per row; np.array would turn equally long lists into a second dimension."""
+    array = np.empty(len(rows), dtype=object)
+    for index, row in enumerate(rows):
+        array[index] = row
+    return array
+
+
+def deep_equal(left: Any, right: Any) -> bool:
+    """Equality by value: NaN equals NaN, dtype and shape count, tensors and arrays may be nested in containers."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+        return both and _tensors_equal(left, right)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        both = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
+        return both and _arrays_equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(deep_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
+        return len(left) == len(right) and all(map(deep_equal, left, right))
+    if dataclasses.is_dataclass(left) and type(left) is type(right):
+        fields = [field.name for field in dataclasses.fields(left)]
+        return all(deep_equal(getattr(left, name), getattr(right, name)) for name in fields)
+    return bool(left == right) or bool(left != left and right != right)
+
+
+def _tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.is_nested != right.is_nested:
+        return False
+    if left.is_nested:
+        (left_values, left_offsets), (right_values, right_offsets) = jagged_parts(left), jagged_parts(right)
+        return _tensors_equal(left_offsets, right_offsets) and _tensors_equal(left_values, right_values)
+    if left.shape != right.shape:
+        return False
+    right = right.to(left.device)
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _arrays_equal(left: np.ndarray, right: np.ndarray) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype == object:
+        return all(map(deep_equal, left.flat, right.flat))
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def copy_containers(value: Any) -> Any:
+    """Copy of nested dicts and lists; leaves (tensors, arrays, objects) are values and stay shared."""
+    if isinstance(value, dict):
+        return {key: copy_containers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copy_containers(item) for item in value]
+    return value
