@@ -159,10 +159,10 @@ def test_grpo_leaves_skipped_rows_out_of_the_group_and_gives_them_zero():
 
 
 def test_grpo_of_equal_scores_is_exactly_zero():
-    # 0.1 has no exact float: a float32 mean of three of them is off by one ulp, which / 1e-6 would show.
-    rewards = torch.tensor([[0.1], [0.1], [0.1]])
-    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), np.array(["a"] * 3, dtype=object))
-    assert torch.equal(advantages, torch.zeros(3, 1))
+    # Added up in float32, eight times 0.1 is off by one ulp: divided by 1e-6 that would be an advantage of -0.007.
+    rewards = torch.full((8, 1), 0.1)
+    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(8, 1), np.array(["a"] * 8, dtype=object))
+    assert torch.equal(advantages, torch.zeros(8, 1))
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -1,5 +1,6 @@
 """Policy, value and entropy losses against hand-derived numbers, a NumPy reference and numerical gradients."""
 
+import itertools
 import math
 from functools import partial
 
@@ -147,7 +148,7 @@ def test_garbage_at_masked_positions_reaches_neither_losses_nor_gradients(garbag
     dirty = torch.where(mask.bool(), clean, garbage)
 
     def policy(x, other):
-        return compute_policy_loss(other, x, other, mask, clip=CLIP, aggregate=aggregate_over(mask))
+        return compute_policy_loss(0.5 * x.detach(), x, other, mask, clip=CLIP, aggregate=aggregate_over(mask))
 
     def value(x, other):
         return compute_value_loss(x, other, other, mask, 0.5, aggregate=aggregate_over(mask))
@@ -156,8 +157,9 @@ def test_garbage_at_masked_positions_reaches_neither_losses_nor_gradients(garbag
         logits = torch.stack([x, torch.zeros_like(x)], dim=-1)
         return compute_entropy_loss(logits, mask, aggregate=aggregate_over(mask)), {}
 
-    for function in (policy, value, entropy):
-        x_clean, x_dirty = clean.clone().requires_grad_(), dirty.clone().requires_grad_()
+    # The garbage stands in all inputs, then in the constant ones alone.
+    for function, x in itertools.product((policy, value, entropy), (dirty, clean)):
+        x_clean, x_dirty = clean.clone().requires_grad_(), x.clone().requires_grad_()
         loss_clean, metrics_clean = function(x_clean, 2 * clean)
         loss_dirty, metrics_dirty = function(x_dirty, 2 * dirty)
         loss_clean.backward()

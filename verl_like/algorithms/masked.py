@@ -10,8 +10,8 @@ import torch
 def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
 
-    A loss blanks its inputs with this before any nonlinear step. Blanking only the result is not enough: the gradient
-    of `exp(nan)`, times 0, is still NaN.
+    A loss passes the tensor it differentiates through this before anything else: the gradient then stops at the mask.
+    Blanking only the result is not enough, since a zero gradient times the derivative at NaN is still NaN.
     """
     return torch.where(mask.bool(), values, 0.0)
 

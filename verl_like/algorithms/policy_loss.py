@@ -120,9 +120,7 @@ def compute_policy_loss(
         "actor/pg_clipfrac" (clipping raised the loss), "actor/ppo_kl" (old_log_prob - log_prob) and
         "actor/pg_clipfrac_lower" (the dual clip bounded the loss).
     """
-    advantages = zero_masked(advantages, response_mask)
-    log_ratio = zero_masked(log_prob, response_mask) - zero_masked(old_log_prob, response_mask)
-    log_ratio = log_ratio.clamp(-20.0, 20.0)
+    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
 
     unclipped = -advantages * ratio

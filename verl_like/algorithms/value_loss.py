@@ -35,8 +35,6 @@ def compute_value_loss(
         The scalar loss, and {"critic/vf_clipfrac": number of selected tokens whose loss was raised by clipping}.
     """
     vpreds = zero_masked(vpreds, response_mask)
-    returns = zero_masked(returns, response_mask)
-    values = zero_masked(values, response_mask)
     clipped_vpreds = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     unclipped = (vpreds - returns) ** 2
     clipped = (clipped_vpreds - returns) ** 2
