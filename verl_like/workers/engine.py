@@ -49,7 +49,8 @@ def build_mesh(device: str, fsdp_size: int) -> DeviceMesh:
     shards = world_size if fsdp_size == -1 else fsdp_size
     if world_size % shards:
         raise ValueError(
-            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks of the pool; use -1 or a divisor."
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks of the pool; "
+            "use -1 or a divisor."
         )
     if shards == world_size:
         return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
@@ -73,7 +74,7 @@ class TrainingEngine:
     ranks are added, not averaged, so a loss divides by counts over all ranks.
 
     Args:
-        build_model: makes the model; called with True (with weights) on rank 0 and False (on the meta device) elsewhere.
+        build_model: makes the model; called with True (with weights) on rank 0, False (on the meta device) elsewhere.
         fsdp: sharding, dtypes and offload.
         device: `cpu` or `cuda`.
         optim: optimizer and schedule; None for a model that is only run forward.
@@ -162,20 +163,18 @@ class TrainingEngine:
             for name, value in state.items():
                 state[name] = value.to(device)
 
-    def step(self, micro_losses: Iterator[torch.Tensor], num_micro_batches: int) -> StepResult:
-        """One optimizer step on the sum of the micro-batches' losses, over all ranks.
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Adds the loss's gradient; the ranks add up theirs in the call with `is_last`, before `step`."""
+        self.model.set_requires_gradient_sync(is_last)
+        loss.backward()
 
-        Args:
-            micro_losses: yields the losses; each is differentiated before the next is drawn.
-            num_micro_batches: how many it yields; the ranks exchange gradients after the last one only.
+    def step(self) -> StepResult:
+        """One optimizer step on the gradients added since the last one.
 
         Raises:
-            FloatingPointError: the gradient norm was not finite for the last `max_skipped_steps` steps and this one.
+            FloatingPointError: the gradient norm was not finite, for more than `max_skipped_steps` steps in a row.
         """
         assert self.optimizer is not None and self.optim is not None
-        for index in range(num_micro_batches):
-            self.model.set_requires_gradient_sync(index == num_micro_batches - 1)
-            next(micro_losses).backward()
         grad_norm = self._clip_gradients()
         skipped = not math.isfinite(grad_norm)
         if skipped:
@@ -210,10 +209,10 @@ class TrainingEngine:
         assert self.optim is not None
         return learning_rate(self.training_steps, self.optim)
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name in the Hugging Face model, whole parameter), gathered one at a time; all ranks must drain it."""
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(name in the Hugging Face model, sharded parameter); tied parameters once."""
         for name, parameter in self.model.named_parameters():
-            yield name.removeprefix("hf."), parameter.detach().full_tensor()
+            yield name.removeprefix("hf."), parameter
 
     def save(self, path: str) -> None:
         """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all."""

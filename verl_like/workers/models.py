@@ -1,5 +1,6 @@
 """The trained models: a Hugging Face backbone over packed sequences, with a head that reads only the scored tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 
 LOGITS_PER_CHUNK = 1 << 25
 """Largest number of logits that exist at a time (128 MiB in float32, and as much again for their softmax)."""
+
+SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+"""What `pack` reads."""
 
 _SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -42,15 +46,16 @@ class PackedBatch:
         return padded.masked_scatter(self.response_mask, scored_values.float())
 
 
-def pack(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, response_mask: torch.Tensor
-) -> PackedBatch:
-    """Removes the padding of (B, T) rows whose last R tokens are the response; `response_mask` is (B, R).
+def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
+    """Removes the padding of rows: `input_ids`, `attention_mask`, `position_ids` (B, T), `response_mask` (B, R).
+
+    The last R of a row's T positions are the response.
 
     Raises:
         ValueError: a row without any token, or a response token that has no attended token before it.
     """
-    attended_BT, scored_BR = attention_mask.bool(), response_mask.bool()
+    input_ids = rows["input_ids"]
+    attended_BT, scored_BR = rows["attention_mask"].bool(), rows["response_mask"].bool()
     lengths = attended_BT.sum(-1)
     prompt_length = attended_BT.size(1) - scored_BR.size(1)
     predicts_BR = attended_BT[:, prompt_length - 1 : -1]
@@ -63,7 +68,7 @@ def pack(
     packed_index_BT = (attended_BT.flatten().cumsum(0) - 1).view_as(attended_BT)
     return PackedBatch(
         input_ids=input_ids[attended_BT].unsqueeze(0),
-        position_ids=position_ids[attended_BT].unsqueeze(0),
+        position_ids=rows["position_ids"][attended_BT].unsqueeze(0),
         cu_seqlens=nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
         sequence_lengths=lengths.tolist(),
         scored=packed_index_BT[:, prompt_length - 1 : -1][scored_BR],
@@ -98,7 +103,9 @@ class PolicyModel(PackedModel):
         super().__init__(hf)
         scaled = {name: getattr(hf.config, name) for name in _SCALED_LOGITS if getattr(hf.config, name, None)}
         if any(value != 1 for value in scaled.values()):
-            raise ValueError(f"{type(hf).__name__} changes its logits after the head ({scaled}), which is not supported.")
+            raise ValueError(
+                f"{type(hf).__name__} changes its logits after the head ({scaled}), which is not supported."
+            )
 
     def forward(
         self, packed: PackedBatch, temperature: float, with_entropy: bool = False

@@ -9,9 +9,7 @@ from verl_like.workers.config import OptimConfig
 
 def build_optimizer(parameters: list[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with one kernel for all parameters."""
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:

@@ -2,22 +2,28 @@
 
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from verl_like.workers.attention import choose_attention
 from verl_like.workers.config import FsdpConfig, ModelConfig
 
 
 def load_pretrained(
-    auto_class: Any, config: ModelConfig, fsdp: FsdpConfig, *, key: str, device: str, weights: bool, **extra: Any
+    auto_class: Any,
+    config: ModelConfig,
+    fsdp: FsdpConfig,
+    *,
+    key: str,
+    device: str,
+    weights: bool,
+    new_head_seed: int | None = None,
 ) -> PreTrainedModel:
-    """Builds the model that `config.path` names, with packed attention.
+    """Builds the model that `config.path` names, with packed attention; heads other than a language model's are scalar.
 
     Args:
         auto_class: transformers' class for the task, e.g. `AutoModelForCausalLM`.
@@ -25,12 +31,12 @@ def load_pretrained(
         fsdp: dtypes in which parameters are stored and layers compute.
         key: the configuration key of `config`, for messages, e.g. `critic.model`.
         device: device that the attention will run on.
-        weights: True reads the weights (missing ones, such as a new head's, are initialised the same in every run);
-            False makes a model on torch's meta device, without memory.
-        extra: further attributes of the model's configuration, e.g. `num_labels=1`.
+        weights: True reads the weights; False makes a model on torch's meta device, without memory.
+        new_head_seed: seed of the head where `config.path` has none; None means that it must have one.
 
     Raises:
-        ValueError: nothing at `config.path`, or an override that the model's configuration does not have.
+        ValueError: nothing at `config.path`, weights that are missing there, or an override that the model's
+            configuration does not have.
     """
     hf_config = load_config(config, key=key)
     for name, value in config.override_config.items():
@@ -40,11 +46,10 @@ def load_pretrained(
                 f"it has {sorted(hf_config.to_dict())}."
             )
         setattr(hf_config, name, value)
-    for name, value in extra.items():
-        setattr(hf_config, name, value)
-    dtype = getattr(torch, fsdp.model_dtype)
+    if auto_class is not AutoModelForCausalLM:
+        hf_config.num_labels = 1
     options = {
-        "dtype": dtype,
+        "dtype": getattr(torch, fsdp.model_dtype),
         "attn_implementation": choose_attention(config.attn_implementation, device, getattr(torch, fsdp.dtype)),
         "trust_remote_code": config.trust_remote_code,
     }
@@ -52,8 +57,17 @@ def load_pretrained(
         with torch.device("meta"):
             return auto_class.from_config(hf_config, **options)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return auto_class.from_pretrained(os.path.expanduser(config.path), config=hf_config, **options)
+        torch.manual_seed(new_head_seed or 0)
+        model, report = auto_class.from_pretrained(
+            os.path.expanduser(config.path), config=hf_config, output_loading_info=True, **options
+        )
+    missing = [name for name in report["missing_keys"] if new_head_seed is None or not name.startswith("score.")]
+    if missing:
+        raise ValueError(
+            f"{key}.path={config.path} lacks weights of {type(model).__name__}: {missing}; "
+            "give a model that was trained for this task."
+        )
+    return model
 
 
 def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
@@ -76,7 +90,11 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
 
 
 def save_pretrained(
-    hf: PreTrainedModel, parameters: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype, path: str
+    hf: PreTrainedModel,
+    parameters: dict[str, torch.Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    path: str,
 ) -> None:
     """Writes a folder that transformers and vLLM load: safetensors in `dtype`, configuration and tokenizer.
 
@@ -86,7 +104,7 @@ def save_pretrained(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     hf.config.dtype = dtype
-    hf.save_pretrained(partial, state_dict=dict(parameters))
+    hf.save_pretrained(partial, state_dict=parameters)
     AutoTokenizer.from_pretrained(os.path.expanduser(config.tokenizer_path or config.path)).save_pretrained(partial)
     replace_folder(partial, Path(path))
 

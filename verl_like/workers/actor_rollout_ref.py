@@ -1,0 +1,213 @@
+"""The policy in its three roles: `actor` is trained, `ref` is the frozen reference, `rollout` generates."""
+
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl_like.algorithms.kl import kl_penalty
+from verl_like.algorithms.policy_loss import ClipRange, get_policy_loss_fn
+from verl_like.protocol import DataProto, Metric
+from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.engine import TrainingEngine, init_process_group
+from verl_like.workers.engine_worker import EngineWorker
+from verl_like.workers.mini_batches import (
+    MiniBatch,
+    Rows,
+    UpdateSchedule,
+    forward,
+    per_rank_rows,
+    to_rows,
+    token_mean,
+    update,
+)
+from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel, pack
+from verl_like.workers.pretrained import load_pretrained
+from verl_like.workers.rollout import build_rollout_engine
+from verl_like.workers.weight_sync import WeightExport, collect_weights
+
+
+class ActorRolloutRefWorker(EngineWorker):
+    """One rank of the policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
+
+    Args:
+        config: settings of the policy in all its roles.
+        role: `actor`, `ref` or `rollout`; a worker plays one role and has no model for the methods of the others.
+        seed: the run's seed, for sampling and for the order of rows with `actor.shuffle`.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig, role: Literal["actor", "ref", "rollout"], seed: int) -> None:
+        super().__init__()
+        if role not in ("actor", "ref", "rollout"):
+            raise ValueError(f"ActorRolloutRefWorker plays the role actor, ref or rollout, not {role!r}.")
+        self.config = config
+        self.role = role
+        self.seed = seed
+        self.model_config = config.model
+        self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model, or starts the inference engine."""
+        if self.role == "rollout":
+            self.rollout = build_rollout_engine(
+                self.config.rollout,
+                self.config.model,
+                rank=self.rank,
+                world_size=self.world_size,
+                seed=self.seed,
+                device=self.device,
+            )
+            self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
+            return
+        init_process_group(self.device, self.rank, self.world_size)
+        actor = self.config.actor
+        if self.role == "ref":
+            self.engine = TrainingEngine(self.build_model, fsdp=self.config.ref.fsdp_config, device=self.device)
+            return
+        self.schedule = UpdateSchedule(
+            mini_batch_rows=per_rank_rows(
+                actor.ppo_mini_batch_size,
+                self.config.rollout.n,
+                self.world_size,
+                "actor_rollout_ref.actor.ppo_mini_batch_size",
+            ),
+            micro_batch_rows=actor.ppo_micro_batch_size_per_gpu,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=self.seed,
+        )
+        self.engine = TrainingEngine(
+            self.build_model,
+            fsdp=actor.fsdp_config,
+            device=self.device,
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            max_skipped_steps=actor.max_skipped_steps,
+            gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
+        )
+
+    def build_model(self, with_weights: bool) -> PolicyModel:
+        """The policy before it is sharded; without weights it is made on the meta device."""
+        fsdp = self.config.actor.fsdp_config if self.role == "actor" else self.config.ref.fsdp_config
+        return PolicyModel(
+            load_pretrained(
+                AutoModelForCausalLM,
+                self.config.model,
+                fsdp,
+                key="actor_rollout_ref.model",
+                device=self.device,
+                weights=with_weights,
+            )
+        )
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["old_log_probs", "entropys"],
+    )
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probability and entropy of each response token under the present policy, (B, R) float32."""
+        rows = to_rows(data, self.device)
+        log_probs_BR, entropys_BR = forward(
+            self.engine,
+            rows,
+            self.config.rollout.log_prob_micro_batch_size_per_gpu,
+            lambda micro: self._score(micro, with_entropy=True),
+        )
+        entropy = token_mean(entropys_BR.sum(), int(rows["response_mask"].sum()))
+        return DataProto.from_dict(
+            tensors={"old_log_probs": log_probs_BR, "entropys": entropys_BR},
+            meta_info={"metrics": {"actor/entropy": entropy}},
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probability of each response token under the reference policy, (B, R) float32."""
+        (log_probs_BR,) = forward(
+            self.engine,
+            to_rows(data, self.device),
+            self.config.ref.log_prob_micro_batch_size_per_gpu,
+            lambda micro: self._score(micro, with_entropy=False),
+        )
+        return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR})
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=[*SEQUENCE_COLUMNS, "old_log_probs", "advantages", "ref_log_prob?"],
+    )
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
+        metrics = update(self.engine, to_rows(data, self.device), self.schedule, self.policy_loss, prefix="actor")
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+
+    def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The share of some rows in their mini-batch's loss: clipped surrogate - entropy bonus + KL loss.
+
+        Args:
+            micro: the columns that `update_actor` reads, b rows.
+            mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
+
+        Returns:
+            The loss, and metrics that merge exactly over micro-batches and ranks.
+        """
+        actor, mask_BR = self.config.actor, micro["response_mask"]
+        num_tokens = int(mask_BR.sum())
+        aggregate = mini_batch.aggregate(actor.loss_agg_mode, actor.loss_scale_factor)
+        log_prob_BR, *entropy_BR = self._score(micro, with_entropy=actor.entropy_coeff != 0)
+        loss, token_sums = self.policy_loss_fn(
+            micro["old_log_probs"],
+            log_prob_BR,
+            micro["advantages"],
+            mask_BR,
+            clip=ClipRange(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
+            aggregate=aggregate,
+        )
+        metrics = {name: token_mean(total, num_tokens) for name, total in token_sums.items()}
+        metrics["actor/pg_loss"] = Metric.sum(loss.item() * mini_batch.share)
+        if entropy_BR:
+            entropy_loss = aggregate(entropy_BR[0], mask_BR)
+            loss = loss - actor.entropy_coeff * entropy_loss
+            metrics["actor/entropy_loss"] = Metric.sum(entropy_loss.item() * mini_batch.share)
+        if actor.use_kl_loss:
+            kl_loss = aggregate(kl_penalty(log_prob_BR, micro["ref_log_prob"], actor.kl_loss_type), mask_BR)
+            loss = loss + actor.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = Metric.sum(kl_loss.item() * mini_batch.share)
+            metrics["actor/kl_coef"] = Metric.mean(actor.kl_loss_coef)
+        return loss, metrics
+
+    def _score(self, micro: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of the response tokens and, if asked for, entropies: (b, R) each."""
+        packed = pack(micro)
+        log_probs, entropies = self.engine.model(packed, self.config.rollout.temperature, with_entropy)
+        return tuple(packed.unpack(scores) for scores in (log_probs, entropies) if scores is not None)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def export_weights(self, version: int) -> WeightExport:
+        """This rank's part of the weights for the rollout engines, in their dtype, as version `version`."""
+        with self.engine.on_device():
+            return collect_weights(
+                self.engine.named_parameters(),
+                dtype=getattr(torch, self.config.rollout.dtype),
+                rank=self.rank,
+                world_size=self.world_size,
+                version=version,
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
+        """Takes what all ranks of the actor exported into the inference engine; samples then carry `version`."""
+        return self.rollout.load_weights(exported, version)
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),
+        blocking=False,
+        reads=["input_ids", "attention_mask", "position_ids", "uid?"],
+        writes=["prompts", "responses", *SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
+    )
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """n responses to each of the (B, P) prompts, the responses to one prompt next to each other: (B * n) rows."""
+        return self.rollout.generate_sequences(prompts)

@@ -1,0 +1,122 @@
+"""The critic of PPO: predicts the return from each response token, and learns from the returns."""
+
+import torch
+from transformers import AutoModelForTokenClassification
+
+from verl_like.algorithms.value_loss import compute_value_loss
+from verl_like.protocol import DataProto, Metric
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.workers.config import CriticConfig
+from verl_like.workers.engine import TrainingEngine, init_process_group
+from verl_like.workers.engine_worker import EngineWorker
+from verl_like.workers.mini_batches import (
+    MiniBatch,
+    Rows,
+    UpdateSchedule,
+    forward,
+    per_rank_rows,
+    to_rows,
+    token_mean,
+    update,
+)
+from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel, pack
+from verl_like.workers.pretrained import load_pretrained
+
+
+class CriticWorker(EngineWorker):
+    """One rank of the critic. Subclasses change the model in `build_model` and the objective in `value_loss`.
+
+    Args:
+        config: settings of the critic.
+        seed: the run's seed, for a new value head and for the order of rows with `critic.shuffle`.
+    """
+
+    def __init__(self, config: CriticConfig, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        self.seed = seed
+        self.model_config = config.model
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
+        init_process_group(self.device, self.rank, self.world_size)
+        self.schedule = UpdateSchedule(
+            mini_batch_rows=per_rank_rows(
+                self.config.ppo_mini_batch_size, self.config.rollout_n, self.world_size, "critic.ppo_mini_batch_size"
+            ),
+            micro_batch_rows=self.config.ppo_micro_batch_size_per_gpu,
+            epochs=self.config.ppo_epochs,
+            shuffle=self.config.shuffle,
+            seed=self.seed,
+        )
+        self.engine = TrainingEngine(
+            self.build_model,
+            fsdp=self.config.model.fsdp_config,
+            device=self.device,
+            optim=self.config.optim,
+            grad_clip=self.config.grad_clip,
+            max_skipped_steps=self.config.max_skipped_steps,
+            gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
+        )
+
+    def build_model(self, with_weights: bool) -> ValueModel:
+        """The critic before it is sharded; without weights it is made on the meta device."""
+        return ValueModel(
+            load_pretrained(
+                AutoModelForTokenClassification,
+                self.config.model,
+                self.config.model.fsdp_config,
+                key="critic.model",
+                device=self.device,
+                weights=with_weights,
+                new_head_seed=self.seed,
+            )
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Estimated return from each response token, (B, R) float32: read at the token before it."""
+        (values_BR,) = forward(
+            self.engine,
+            to_rows(data, self.device),
+            self.config.forward_micro_batch_size_per_gpu,
+            lambda micro: (self._predict(micro),),
+        )
+        return DataProto.from_dict(tensors={"values": values_BR})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns"])
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
+        metrics = update(self.engine, to_rows(data, self.device), self.schedule, self.value_loss, prefix="critic")
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+
+    def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The share of some rows in their mini-batch's clipped squared error.
+
+        Args:
+            micro: the columns that `update_critic` reads, b rows.
+            mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
+
+        Returns:
+            The loss, and metrics that merge exactly over micro-batches and ranks.
+        """
+        mask_BR = micro["response_mask"]
+        num_tokens = int(mask_BR.sum())
+        vpreds_BR = self._predict(micro)
+        loss, token_sums = compute_value_loss(
+            vpreds_BR,
+            micro["returns"],
+            micro["values"],
+            mask_BR,
+            self.config.cliprange_value,
+            aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
+        )
+        metrics = {name: token_mean(total, num_tokens) for name, total in token_sums.items()}
+        metrics["critic/vf_loss"] = Metric.sum(loss.item() * mini_batch.share)
+        metrics["critic/vpred_mean"] = token_mean(vpreds_BR.sum().item(), num_tokens)
+        return loss, metrics
+
+    def _predict(self, micro: Rows) -> torch.Tensor:
+        packed = pack(micro)
+        return packed.unpack(self.engine.model(packed))

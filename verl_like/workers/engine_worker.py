@@ -1,0 +1,43 @@
+"""What the workers around one model have in common: processes that form a group, checkpoints, export."""
+
+import torch
+
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.worker import Worker
+from verl_like.workers.config import ModelConfig
+from verl_like.workers.engine import TrainingEngine
+from verl_like.workers.pretrained import save_pretrained
+
+
+class EngineWorker(Worker):
+    """One rank of a model that a TrainingEngine shards; `init_model` of a subclass sets `engine` and `model_config`."""
+
+    engine: TrainingEngine
+    model_config: ModelConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see."""
+        with self.engine.on_device(train=True):
+            self.engine.save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Reads what `save_checkpoint` wrote, on any number of ranks.
+
+        Raises:
+            ValueError: there is no checkpoint at `path`.
+        """
+        with self.engine.on_device(train=True):
+            self.engine.load(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, path: str) -> None:
+        """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
+        dtype = getattr(torch, self.engine.fsdp.dtype)
+        with self.engine.on_device():
+            # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them.
+            gathered = ((name, parameter.full_tensor()) for name, parameter in self.engine.named_parameters())
+            kept = {name: parameter.to("cpu", dtype) for name, parameter in gathered if self.rank == 0}
+            if self.rank == 0:
+                save_pretrained(self.engine.model.hf, kept, self.model_config, dtype, path)

@@ -1,0 +1,64 @@
+"""A learned reward: one score for each response, by a pretrained sequence classifier."""
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.workers.config import RewardModelConfig
+from verl_like.workers.engine import TrainingEngine, init_process_group
+from verl_like.workers.engine_worker import EngineWorker
+from verl_like.workers.mini_batches import Rows, forward, to_rows
+from verl_like.workers.models import SEQUENCE_COLUMNS, RewardModel, pack
+from verl_like.workers.pretrained import load_pretrained
+
+
+class RewardModelWorker(EngineWorker):
+    """One rank of the reward model. It reads the policy's token ids, so both share a vocabulary."""
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model_config = config.model
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model."""
+        init_process_group(self.device, self.rank, self.world_size)
+        self.engine = TrainingEngine(self.build_model, fsdp=self.config.model.fsdp_config, device=self.device)
+
+    def build_model(self, with_weights: bool) -> RewardModel:
+        """The reward model before it is sharded; without weights it is made on the meta device."""
+        return RewardModel(
+            load_pretrained(
+                AutoModelForSequenceClassification,
+                self.config.model,
+                self.config.model.fsdp_config,
+                key="reward_model.model",
+                device=self.device,
+                weights=with_weights,
+            )
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["rm_scores"])
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Score of each sequence, (B, R) float32: on the last response token, 0 elsewhere.
+
+        Raises:
+            ValueError: a sequence longer than `reward_model.max_length`.
+        """
+        rows = to_rows(data, self.device)
+        longest = int(rows["attention_mask"].sum(-1).max())
+        if self.config.max_length is not None and longest > self.config.max_length:
+            raise ValueError(
+                f"A sequence has {longest} tokens, more than reward_model.max_length={self.config.max_length}; raise "
+                "that as far as the model allows, or lower data.max_prompt_length + data.max_response_length."
+            )
+        (rm_scores_BR,) = forward(self.engine, rows, self.config.micro_batch_size_per_gpu, self._score)
+        return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
+
+    def _score(self, micro: Rows) -> tuple[torch.Tensor]:
+        scores_B = self.engine.model(pack(micro))
+        mask_BR = micro["response_mask"].bool()
+        last_BR = mask_BR & (mask_BR.flip(-1).cumsum(-1).flip(-1) == 1)
+        return (torch.where(last_BR, scores_B.unsqueeze(-1), 0.0),)
