@@ -1,6 +1,7 @@
 """Whole-batch functions beside DataProto: padding to a divisor, folding the batch dimension, collating rows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,14 +10,14 @@ from tensordict import TensorDict
 from verl_like.protocol.columns import PAD_COLUMN
 from verl_like.protocol.dataproto import DataProto, DataProtoItem
 from verl_like.protocol.merge import names
-from verl_like.protocol.row_ops import deep_equal, is_jagged, jagged_from_lengths, object_array
+from verl_like.protocol.row_ops import ColumnData, deep_equal, is_jagged, jagged_from_lengths, object_array
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Copy of `data` with rows added until `size_divisor` divides their number, and how many were added.
 
-    The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in the bool column "is_pad",
-    which is there only if rows were added. Raises ValueError for a batch without rows.
+    The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in the bool column
+    "is_pad", which is there only if rows were added. Raises ValueError for a batch without rows.
     """
     if size_divisor <= 0:
         raise ValueError(f"pad_dataproto_to_divisor: the divisor must be positive, got {size_divisor}.")
@@ -71,7 +72,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     Raises ValueError if the columns differ in these dimensions.
     """
-    columns = {**(dict(data.batch.items()) if data.batch is not None else {}), **data.non_tensor_batch}
+    columns: dict[str, ColumnData] = {**data.tensors(), **data.non_tensor_batch}
     shapes = {tuple(column.shape[:batch_dims]) for name, column in columns.items() if not is_jagged(column)}
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
         found = {name: tuple(column.shape) for name, column in columns.items()}
@@ -85,10 +86,12 @@ def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, .
     copied = data.slice()
     batch = None
     if copied.batch is not None:
-        jagged = [name for name, tensor in copied.batch.items() if is_jagged(tensor)]
+        jagged = [name for name, tensor in copied.tensors().items() if is_jagged(tensor)]
         if jagged:
             raise ValueError(f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first.")
-        tensors = {name: tensor.reshape(new_dims + tensor.shape[old_dims:]) for name, tensor in copied.batch.items()}
+        tensors = {
+            name: tensor.reshape(new_dims + tensor.shape[old_dims:]) for name, tensor in copied.tensors().items()
+        }
         batch = TensorDict(tensors, batch_size=[new_dims[0]], device=copied.batch.device)
     arrays = {name: array.reshape(new_dims + array.shape[old_dims:]) for name, array in copied.non_tensor_batch.items()}
     return DataProto(batch, arrays, copied.meta_info)
@@ -102,7 +105,9 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     if not items:
         raise ValueError("collate_fn got no rows.")
     first = items[0]
-    rows = [({} if item.batch is None else dict(item.batch.items()), item.non_tensor_batch) for item in items]
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({} if item.batch is None else dict(item.batch.items()), item.non_tensor_batch) for item in items
+    ]
     for index, (tensors, objects) in enumerate(rows):
         differing = (tensors.keys() ^ rows[0][0].keys()) | (objects.keys() ^ rows[0][1].keys())
         if differing:

@@ -20,7 +20,7 @@ class Column:
 
 _TABLE = [
     Column("input_ids", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
-           "Token ids: prompt padded on the left, then response padded on the right; only the prompt before generation."),
+           "Token ids: prompt padded on the left, then response padded on the right; before generation the prompt."),
     Column("attention_mask", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
            "1 on real tokens, 0 on padding."),
     Column("position_ids", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
@@ -63,7 +63,7 @@ _TABLE = [
            'What the reward function compares with, e.g. {"style": "rule", "ground_truth": "72"}.'),
     Column("extra_info", "non_tensor", "B", "object (dict)", "prompt dataset",
            "Anything else the data set passes to the reward function."),
-    Column("raw_prompt", "non_tensor", "B", "object (list)", "prompt dataset", "The prompt as a list of chat messages."),
+    Column("raw_prompt", "non_tensor", "B", "object (list)", "prompt dataset", "The prompt as chat messages."),
     Column("temperature", "meta", "-", "float", "driver",
            "Sampling temperature; log-probabilities and entropies are taken at the same temperature."),
     Column("global_steps", "meta", "-", "int", "driver", "Number of the training step, from 1."),

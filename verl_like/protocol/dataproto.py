@@ -1,55 +1,42 @@
 """DataProto, the batch that travels between the driver and the workers."""
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union, cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like.protocol import wire
+from verl_like.protocol.item import DataProtoItem
 from verl_like.protocol.merge import (
+    concat_parts,
     merge_meta_info,
     names,
+    pick_keys,
     require_keys,
     union_meta_info,
     union_numpy_dict,
     union_tensor_dict,
 )
 from verl_like.protocol.row_ops import (
-    ColumnData,
-    concat_columns,
+    RowIndices,
+    check_tensor_column,
     copy_column,
     copy_containers,
     deep_equal,
     is_jagged,
-    jagged_from_lengths,
     jagged_parts,
     num_rows,
     object_array,
+    row_indices,
     take_rows,
+    unfold_column,
     view_rows,
 )
-
-RowIndex = Union[slice, Sequence[int], Sequence[bool], np.ndarray, torch.Tensor]
-
-
-@dataclass(eq=False)
-class DataProtoItem:
-    """One row: `batch` holds its tensors (no batch dimension), `non_tensor_batch` its objects.
-
-    `jagged_keys` and `array_templates` (no rows; dtype and row shape) let `collate_fn` rebuild the columns.
-    """
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-    jagged_keys: frozenset[str] = frozenset()
-    array_templates: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
@@ -59,7 +46,8 @@ class DataProto:
 
     Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Containers are never shared between two
     DataProtos; columns are values: replace them (`data.batch["x"] = ...`), never write into them. Operations on rows
-    (indexing, chunk, repeat, concat, ...) copy the rows; `select` and `union` share the column tensors.
+    (indexing, chunk, repeat, concat, ...) copy the rows, though not what the elements of object arrays refer to;
+    `select` and `union` share the columns.
     """
 
     batch: TensorDict | None = None
@@ -85,26 +73,20 @@ class DataProto:
                 )
         if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
             raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
-        rows = len(self)
-        first = "batch" if self.batch is not None else next(iter(self.non_tensor_batch), "")
-        for name, tensor in self._tensors().items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(
-                    f"DataProto.batch[{name!r}] is a {type(tensor).__name__}, not a tensor; put it in non_tensor_batch."
-                )
-            if is_jagged(tensor):
-                jagged_parts(tensor)
+        for name, tensor in self.tensors().items():
+            check_tensor_column(f"DataProto.batch[{name!r}]", tensor)
         for name, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
                 raise ValueError(
                     f"DataProto.non_tensor_batch[{name!r}] is a {type(array).__name__}, not an array with rows; "
                     "use DataProto.from_dict(non_tensors=...), which converts lists."
                 )
-            if array.shape[0] != rows:
-                raise ValueError(
-                    f"DataProto.non_tensor_batch[{name!r}] has {array.shape[0]} rows but {first!r} has {rows}; "
-                    "every column must have the same number of rows."
-                )
+        wrong = {name: array.shape[0] for name, array in self.non_tensor_batch.items() if array.shape[0] != len(self)}
+        if wrong:
+            raise ValueError(
+                f"DataProto has {len(self)} rows but non_tensor_batch has columns with another number: {wrong}; "
+                "every column must have the same number of rows."
+            )
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -114,15 +96,16 @@ class DataProto:
     def __repr__(self) -> str:
         return self.get_data_info()
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else dict(self.batch.items())
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor columns by name, as a new dict; empty if there is no `batch`."""
+        return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
 
     def _map_columns(self, operation: Callable[[Any], Any], rows: int) -> "DataProto":
         """The same columns and meta_info with `operation` done on every column."""
         self.check_consistency()  # the containers are open: a column of another length may have been put in
         batch = None
         if self.batch is not None:
-            tensors = {name: operation(tensor) for name, tensor in self._tensors().items()}
+            tensors = {name: operation(tensor) for name, tensor in self.tensors().items()}
             batch = TensorDict(tensors, batch_size=[rows], device=self.batch.device)
         return DataProto(
             batch, {name: operation(array) for name, array in self.non_tensor_batch.items()}, self.meta_info
@@ -154,8 +137,8 @@ class DataProto:
         for name, value in (non_tensors or {}).items():
             if not isinstance(value, (np.ndarray, list, tuple)):
                 raise ValueError(
-                    f"from_dict: non_tensors[{name!r}] is a {type(value).__name__}; pass an array or a list with one element "
-                    "per row."
+                    f"from_dict: non_tensors[{name!r}] is a {type(value).__name__}; pass an array or a list "
+                    "with one element per row."
                 )
             arrays[name] = value if isinstance(value, np.ndarray) else object_array(value)
         return DataProto(batch, arrays, meta_info or {})
@@ -182,16 +165,7 @@ class DataProto:
 
         Raises ValueError if a meta key is also in `meta_info`.
         """
-        tensors, arrays, meta = {}, {}, dict(meta_info or {})
-        for name, value in tensor_dict.items():
-            if isinstance(value, NonTensorStack):
-                arrays[name] = object_array(value.tolist())
-            elif isinstance(value, NonTensorData):
-                if name in meta:
-                    raise ValueError(f"from_tensordict: {name!r} is in the TensorDict and in meta_info; drop one.")
-                meta[name] = value.data
-            else:
-                tensors[name] = value
+        tensors, arrays, meta = wire.split_tensordict(tensor_dict, meta_info or {})
         return DataProto(TensorDict(tensors, tensor_dict.batch_size, device=tensor_dict.device), arrays, meta)
 
     def to_tensordict(self) -> TensorDict:
@@ -200,32 +174,21 @@ class DataProto:
         Raises ValueError if one name is used twice among tensors, non-tensors and meta_info.
         """
         self.check_consistency()
-        tensors = self._tensors()
-        twice = (tensors.keys() & self.non_tensor_batch.keys()) | (
-            self.meta_info.keys() & (tensors.keys() | self.non_tensor_batch.keys())
-        )
-        if twice:
-            raise ValueError(
-                f"to_tensordict: {names(twice)} are used both as a column and in meta_info or twice; rename."
-            )
-        device = None if self.batch is None else self.batch.device
-        result = TensorDict(tensors, batch_size=[len(self)], device=device)
-        for name, array in self.non_tensor_batch.items():
-            result[name] = NonTensorStack(*array)
-        for name, value in self.meta_info.items():
-            result[name] = NonTensorData(copy_containers(value), batch_size=[len(self)])
-        return result
+        batch = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
+        return wire.join_tensordict(batch, self.non_tensor_batch, self.meta_info)
 
     # Rows -----------------------------------------------------------------------------------------------------------
 
     @overload
     def __getitem__(self, index: int | np.integer) -> DataProtoItem: ...
     @overload
-    def __getitem__(self, index: RowIndex) -> "DataProto": ...
+    def __getitem__(self, index: slice | RowIndices) -> "DataProto": ...
     def __getitem__(self, index: Any) -> Any:
         """A row as DataProtoItem for an integer, else a DataProto of copied rows."""
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            return self._item(int(index))
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"row {index} of a DataProto with {len(self)} rows")
+            return self._item(int(index) % len(self))
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
@@ -234,23 +197,16 @@ class DataProto:
             f"DataProto is indexed by an int, a slice, a list, an array or a tensor, not {type(index).__name__}."
         )
 
-    def _item(self, index: int) -> DataProtoItem:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of a DataProto with {len(self)} rows")
-        row = index % len(self)
+    def _item(self, row: int) -> DataProtoItem:
         data = self.slice(row, row + 1)
-        jagged = frozenset(name for name, tensor in data._tensors().items() if is_jagged(tensor))
+        tensors, arrays = data.tensors(), data.non_tensor_batch
+        jagged = frozenset(name for name, tensor in tensors.items() if is_jagged(tensor))
         batch = None
         if data.batch is not None:
-            tensors = {
-                name: jagged_parts(value)[0] if name in jagged else value[0] for name, value in data.batch.items()
-            }
-            batch = TensorDict(tensors, batch_size=[], device=data.batch.device)
-        arrays = data.non_tensor_batch
-        objects = {name: array[0] for name, array in arrays.items()}
-        return DataProtoItem(
-            batch, objects, data.meta_info, jagged, {name: array[:0] for name, array in arrays.items()}
-        )
+            row_tensors = {name: jagged_parts(t)[0] if name in jagged else t[0] for name, t in tensors.items()}
+            batch = TensorDict(row_tensors, batch_size=[], device=data.batch.device)
+        templates = {name: array[:0] for name, array in arrays.items()}
+        return DataProtoItem(batch, {name: a[0] for name, a in arrays.items()}, data.meta_info, jagged, templates)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Copy of the rows start:end:step, with Python's rules for slices."""
@@ -261,39 +217,19 @@ class DataProto:
         return self.select_idxs(list(selected))
 
     def rows(self, start: int, stop: int) -> "DataProto":
-        """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; everyone else uses `slice`."""
-        if self._tensors() or self.non_tensor_batch:
-            if not 0 <= start <= stop <= len(self):
-                raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
+        """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use `slice`."""
+        if (self.tensors() or self.non_tensor_batch) and not 0 <= start <= stop <= len(self):
+            raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
         return self._map_columns(lambda column: view_rows(column, start, stop), stop - start)
 
-    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> "DataProto":
-        """Copy of the rows at `idxs`: integers (negative ones count from the end, repeats allowed) or a bool per row."""
-        indices = self._row_indices(idxs)
+    def select_idxs(self, idxs: RowIndices) -> "DataProto":
+        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one bool per row."""
+        indices = row_indices(idxs, len(self))
         return self._map_columns(lambda column: take_rows(column, indices), len(indices))
-
-    def _row_indices(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> torch.Tensor:
-        """`idxs` as int64 on CPU, each in 0..len-1."""
-        indices = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, (list, tuple)) else idxs).cpu()
-        if indices.ndim != 1:
-            raise ValueError(f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}.")
-        if indices.dtype == torch.bool:
-            if len(indices) != len(self):
-                raise ValueError(f"select_idxs: a mask of {len(indices)} values for {len(self)} rows.")
-            return indices.nonzero().squeeze(1)
-        if len(indices) == 0:
-            return torch.zeros(0, dtype=torch.int64)
-        if indices.is_floating_point() or indices.is_complex():
-            raise ValueError(f"select_idxs: the indices must be integers or bools, got {indices.dtype}.")
-        indices = indices.to(torch.int64)
-        low, high = int(indices.min()), int(indices.max())
-        if low < -len(self) or high >= len(self):
-            raise IndexError(f"select_idxs: indices {low}..{high} are outside the {len(self)} rows.")
-        return torch.where(indices < 0, indices + len(self), indices)
 
     def reorder(self, indices: torch.Tensor) -> None:
         """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation."""
-        order = self._row_indices(indices)
+        order = row_indices(indices, len(self))
         if not torch.equal(order.sort().values, torch.arange(len(self))):
             raise ValueError(
                 f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; use select_idxs."
@@ -318,7 +254,7 @@ class DataProto:
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list["DataProto"]:
-        """Split into `chunks` equal parts. Without columns: `chunks` copies. Raises ValueError if it does not divide."""
+        """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does not divide."""
         if chunks <= 0:
             raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
         if len(self) % chunks:
@@ -346,48 +282,33 @@ class DataProto:
         if not data:
             raise ValueError("concat got an empty list; there is no batch to return.")
         meta_info = merge_meta_info([part.meta_info for part in data])
+        for part in data:
+            part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
-            with_columns = [part for part in data if part._tensors() or part.non_tensor_batch]
+            with_columns = [part for part in data if part.tensors() or part.non_tensor_batch]
             filled = (with_columns or list(data))[:1]
-        first = filled[0]
-        for index, part in enumerate(filled):
-            part.check_consistency()
-            differing = (part._tensors().keys() ^ first._tensors().keys()) | (
-                part.non_tensor_batch.keys() ^ first.non_tensor_batch.keys()
-            )
-            if differing:
-                raise ValueError(
-                    f"concat: {names(differing)} are not in all parts (compare the non-empty parts 0 and {index}); "
-                    "select or pop the same columns in every part."
-                )
-        arrays = {
-            name: cast(np.ndarray, concat_columns(name, [part.non_tensor_batch[name] for part in filled]))
-            for name in first.non_tensor_batch
-        }
-        if first.batch is None:
-            return DataProto(None, arrays, meta_info)
-        parts = [part._tensors() for part in filled]
-        tensors = {name: concat_columns(name, [part[name] for part in parts]) for name in first._tensors()}
-        batch = TensorDict(tensors, batch_size=[sum(map(len, filled))], device=first.batch.device)
+        tensors = concat_parts("batch", [part.tensors() for part in filled])
+        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
+        batch, first = None, filled[0].batch
+        if first is not None:
+            batch = TensorDict(tensors, batch_size=[sum(map(len, filled))], device=first.device)
         return DataProto(batch, arrays, meta_info)
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
         """(B, L, ...) columns in `split_keys` become (B * n_split, L / n_split, ...), the other rows are repeated
         n_split times side by side. Raises ValueError for a missing key or an L that does not divide."""
         keys = list(split_keys or [])
-        require_keys("unfold_column_chunks", "the columns", keys, self._tensors().keys() | self.non_tensor_batch.keys())
+        require_keys("unfold_column_chunks", "the columns", keys, self.tensors().keys() | self.non_tensor_batch.keys())
         if n_split <= 0:
             raise ValueError(f"unfold_column_chunks: n_split must be positive, got {n_split}.")
         result = self.repeat(n_split)
         for name in keys:
-            if self.batch is not None and name in self._tensors():
-                assert result.batch is not None
-                result.batch[name] = _unfold_column(name, self.batch[name], n_split)
+            if self.batch is not None and result.batch is not None and name in self.batch:
+                result.batch[name] = unfold_column(name, self.tensors()[name], n_split)
             else:
-                result.non_tensor_batch[name] = cast(
-                    np.ndarray, _unfold_column(name, self.non_tensor_batch[name], n_split)
-                )
+                array = unfold_column(name, self.non_tensor_batch[name], n_split)
+                result.non_tensor_batch[name] = cast(np.ndarray, array)
         return result
 
     def make_iterator(
@@ -429,20 +350,18 @@ class DataProto:
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
-        deepcopy: bool = False,
     ) -> "DataProto":
-        """New DataProto with these keys; None keeps all. Shares the columns unless `deepcopy`.
+        """New DataProto with these keys, sharing the columns; None keeps all.
 
         Raises ValueError naming a key that does not exist.
         """
         self.check_consistency()
-        tensors, arrays, meta = self._pick("select", batch_keys, non_tensor_batch_keys, meta_info_keys)
+        tensors = pick_keys("select", "batch", self.tensors(), batch_keys)
+        arrays = pick_keys("select", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        meta = pick_keys("select", "meta_info", self.meta_info, meta_info_keys)
         batch = None
         if self.batch is not None:
             batch = TensorDict(tensors, batch_size=[len(self)], device=self.batch.device)
-        if deepcopy:
-            tensors_copied = None if batch is None else batch.clone()
-            return DataProto(tensors_copied, copy.deepcopy(arrays), copy.deepcopy(meta))
         return DataProto(batch, arrays, meta)
 
     def pop(
@@ -455,7 +374,9 @@ class DataProto:
 
         Raises ValueError naming a key that does not exist, and then removes nothing.
         """
-        tensors, arrays, meta = self._pick("pop", batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        tensors = pick_keys("pop", "batch", self.tensors(), batch_keys or ())
+        arrays = pick_keys("pop", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys or ())
+        meta = pick_keys("pop", "meta_info", self.meta_info, meta_info_keys or ())
         result = DataProto.from_dict(tensors, arrays, meta)
         if tensors:
             assert self.batch is not None
@@ -464,32 +385,13 @@ class DataProto:
         self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
         return result
 
-    def _pick(
-        self,
-        caller: str,
-        batch_keys: Sequence[str] | None,
-        non_tensor_batch_keys: Sequence[str] | None,
-        meta_info_keys: Sequence[str] | None,
-    ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
-        picked = []
-        for place, values, keys in (
-            ("batch", self._tensors(), batch_keys),
-            ("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
-            ("meta_info", self.meta_info, meta_info_keys),
-        ):
-            wanted = list(values) if keys is None else list(keys)
-            require_keys(caller, place, wanted, values)
-            picked.append({name: values[name] for name in wanted})
-        tensors, arrays, meta = picked
-        return tensors, arrays, meta
-
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """Rename tensor columns in place (a swap works) and return self."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
             raise ValueError(f"rename: {len(old)} old keys but {len(new)} new keys.")
-        tensors = self._tensors()
+        tensors = self.tensors()
         require_keys("rename", "batch", old, tensors)
         new_names = dict(zip(old, new, strict=True))
         renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
@@ -506,7 +408,7 @@ class DataProto:
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """New DataProto with the columns and meta_info of both, sharing the tensors.
+        """New DataProto with the columns and meta_info of both, sharing the columns.
 
         What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing" are united name by
         name. Raises ValueError naming the key that differs, or when the numbers of rows differ.
@@ -515,9 +417,7 @@ class DataProto:
         other.check_consistency()
         has_rows = [data for data in (self, other) if data.batch is not None or data.non_tensor_batch]
         if len({len(data) for data in has_rows}) > 1:
-            raise ValueError(
-                f"union: {len(self)} rows and {len(other)} rows; drop padding rows or select the same rows first."
-            )
+            raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
         batch = self.batch
         if batch is None or other.batch is None:
             batch = other.batch if batch is None else batch
@@ -532,7 +432,7 @@ class DataProto:
         """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the order of columns."""
         return (
             len(self) == len(other)
-            and deep_equal(self._tensors(), other._tensors())
+            and deep_equal(self.tensors(), other.tensors())
             and deep_equal(self.non_tensor_batch, other.non_tensor_batch)
             and deep_equal(self.meta_info, other.meta_info)
         )
@@ -542,13 +442,13 @@ class DataProto:
 
         -1 for inference-mode tensors, which have no counter.
         """
-        return {name: -1 if tensor.is_inference() else tensor._version for name, tensor in self._tensors().items()}
+        return {name: -1 if tensor.is_inference() else tensor._version for name, tensor in self.tensors().items()}
 
     def get_data_info(self) -> str:
         """What the batch holds, for people: one line per column with shape, dtype and size."""
         lines = [f"DataProto: {len(self)} rows"]
         total = 0
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.tensors().items():
             size = (jagged_parts(tensor)[0] if is_jagged(tensor) else tensor).nbytes
             total += size
             lines.append(f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, {size / 2**20:.2f} MiB")
@@ -564,8 +464,8 @@ class DataProto:
         self.check_consistency()
         return {
             "rows": None if self.batch is None else len(self),
-            "tensors": {name: wire.to_wire(tensor) for name, tensor in self._tensors().items()},
-            "non_tensor_batch": self.non_tensor_batch,
+            "tensors": {name: wire.to_wire(tensor) for name, tensor in self.tensors().items()},
+            "non_tensor_batch": dict(self.non_tensor_batch),
             "meta_info": wire.pack_meta(self.meta_info),
         }
 
@@ -582,13 +482,9 @@ class DataProto:
         """One safetensors file that holds everything; never pickle. Raises ValueError naming a value of an unknown
         type."""
         self.check_consistency()
-        contents = {
-            "rows": None if self.batch is None else len(self),
-            "batch": self._tensors(),
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-        }
-        wire.write_file(path, contents)
+        rows = None if self.batch is None else len(self)
+        columns = {"batch": self.tensors(), "non_tensor_batch": self.non_tensor_batch}
+        wire.write_file(path, {"rows": rows, **columns, "meta_info": self.meta_info})
 
     @staticmethod
     def load_from_disk(path: str | os.PathLike[str]) -> "DataProto":
@@ -598,22 +494,5 @@ class DataProto:
         return DataProto(batch, contents["non_tensor_batch"], contents["meta_info"])
 
 
-def _unfold_column(name: str, column: ColumnData, n_split: int) -> ColumnData:
-    if not isinstance(column, np.ndarray) and column.is_nested:
-        values, offsets = jagged_parts(column)
-        lengths = offsets.diff()
-        if bool((lengths % n_split).any()):
-            raise ValueError(
-                f"unfold_column_chunks: {name!r} has rows of lengths {lengths.tolist()}; not all divide by {n_split}."
-            )
-        return jagged_from_lengths(values.clone(), (lengths // n_split).repeat_interleave(n_split))
-    if column.ndim < 2 or column.shape[1] % n_split:
-        raise ValueError(
-            f"unfold_column_chunks: {name!r} has shape {tuple(column.shape)}; its second dimension must be there and "
-            f"divide by {n_split}."
-        )
-    return copy_column(column).reshape((column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:]))
-
-
-def _identity(data: DataProto) -> DataProto:
-    return data
+def _identity(rows: Any) -> Any:
+    return rows

@@ -80,10 +80,9 @@ class DataProtoFuture(Future[DataProto]):
         raises ValueError if the rows do not divide, as DataProto.chunk does."""
         if chunks <= 0:
             raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
-        base, index, count = self._call, 0, 1
-        if isinstance(base, _ChunkCall):
-            base, index, count = base.call, base.index, base.count
-        calls = [_ChunkCall(base, index * chunks + offset, count * chunks) for offset in range(chunks)]
+        whole = self._call if isinstance(self._call, _ChunkCall) else _ChunkCall(self._call, 0, 1)
+        first, count = whole.index * chunks, whole.count * chunks
+        calls = [_ChunkCall(whole.call, first + offset, count) for offset in range(chunks)]
         return [DataProtoFuture(call, _only) for call in calls]
 
     @staticmethod

@@ -8,7 +8,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
-from verl_like.protocol.row_ops import deep_equal
+from verl_like.protocol.row_ops import concat_columns, deep_equal
 
 V = TypeVar("V")
 # meta_info entries that every call writes anew, as dicts by name.
@@ -27,6 +27,13 @@ def require_keys(caller: str, place: str, wanted: Sequence[str], existing: Colle
         raise ValueError(f"{caller}: {names(missing)} not in {place}, which has {names(existing) or 'nothing'}.")
     if len(set(wanted)) != len(wanted):
         raise ValueError(f"{caller}: a key of {names(wanted)} is given twice.")
+
+
+def pick_keys(caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None) -> dict[str, V]:
+    """The entries at `keys` (None = all); ValueError as in `require_keys`."""
+    wanted = list(values) if keys is None else list(keys)
+    require_keys(caller, place, wanted, values)
+    return {name: values[name] for name in wanted}
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -88,6 +95,18 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 timing.setdefault(name, []).extend(seconds if isinstance(seconds, list) else [seconds])
         merged["timing"] = timing
     return merged
+
+
+def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same, matching columns."""
+    for index, part in enumerate(parts):
+        differing = part.keys() ^ parts[0].keys()
+        if differing:
+            raise ValueError(
+                f"concat: {names(differing)} in {place} not in all parts (compare the non-empty parts 0 and {index}); "
+                "select or pop the same columns in every part."
+            )
+    return {name: concat_columns(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def _short(value: Any) -> str:

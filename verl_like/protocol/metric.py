@@ -51,6 +51,8 @@ def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """
     by_name: dict[str, list[Metric]] = {}
     for part in parts:
+        if not isinstance(part, Mapping):
+            raise ValueError(f"metrics is a {type(part).__name__}; it must be a dict of Metric by name.")
         for name, metric in part.items():
             if not isinstance(metric, Metric):
                 raise ValueError(

@@ -2,30 +2,39 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 
 ColumnData = torch.Tensor | np.ndarray
+RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
-def is_jagged(column: Any) -> bool:
+def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
     return isinstance(column, torch.Tensor) and column.is_nested
 
 
-def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values (sum of lengths, ...), offsets (rows + 1,)) of a jagged tensor of shape (rows, ragged, ...), not copied
-    where it is contiguous. Raises ValueError for the other nested layouts."""
-    if column.layout != torch.jagged:
-        raise ValueError("A nested column must have layout=torch.jagged; got a nested tensor of another layout.")
-    if column._ragged_idx != 1:
+def check_tensor_column(place: str, column: Any) -> None:
+    """Raise ValueError, naming the place, unless `column` is a strided or jagged tensor ragged in dim 1."""
+    if not isinstance(column, torch.Tensor):
         raise ValueError(
-            f"A jagged column must be ragged in dim 1, (rows, ragged, ...); this one is ragged in dim "
-            f"{column._ragged_idx}: transpose it first."
+            f"{place} is a {type(column).__name__}, not a tensor; put it in non_tensor_batch or meta_info."
         )
-    column = column.contiguous()  # drops the holes of torch.nested.narrow
-    return column.values(), column.offsets()
+    if not column.is_nested:
+        return
+    if column.layout != torch.jagged:
+        raise ValueError(f"{place} is a nested tensor of layout {column.layout}; make it with layout=torch.jagged.")
+    ragged_dim = cast(Any, column)._ragged_idx
+    if ragged_dim != 1:
+        raise ValueError(f"{place} is ragged in dim {ragged_dim}; transpose it to (rows, ragged, ...).")
+
+
+def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values (sum of lengths, ...), offsets (rows + 1,)) of a jagged tensor (rows, ragged, ...), as views of it where
+    it is contiguous."""
+    column = column.contiguous()  # closes the holes that torch.nested.narrow leaves
+    return column.values(), cast(Any, column).offsets()
 
 
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -54,6 +63,29 @@ def copy_column(column: ColumnData) -> ColumnData:
     return column.clone() if isinstance(column, torch.Tensor) else column.copy()
 
 
+def row_indices(idxs: RowIndices, rows: int) -> torch.Tensor:
+    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in 0..rows-1.
+
+    Raises IndexError outside the rows, ValueError for a mask of another length and for other types and shapes.
+    """
+    indices = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, (list, tuple)) else idxs).cpu()
+    if indices.ndim != 1:
+        raise ValueError(f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}.")
+    if indices.dtype == torch.bool:
+        if len(indices) != rows:
+            raise ValueError(f"select_idxs: a mask of {len(indices)} values for {rows} rows.")
+        return indices.nonzero().squeeze(1)
+    if len(indices) == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    if indices.is_floating_point() or indices.is_complex():
+        raise ValueError(f"select_idxs: the indices must be integers or bools, got {indices.dtype}.")
+    indices = indices.to(torch.int64)
+    low, high = int(indices.min()), int(indices.max())
+    if low < -rows or high >= rows:
+        raise IndexError(f"select_idxs: indices {low}..{high} are outside the {rows} rows.")
+    return torch.where(indices < 0, indices + rows, indices)
+
+
 def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
     """Copies of the rows `indices` (int64 on CPU, each in 0..rows-1, repeats allowed)."""
     if isinstance(column, np.ndarray):
@@ -69,7 +101,7 @@ def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
     return jagged_from_lengths(values[shift + torch.arange(len(shift), device=shift.device)], lengths)
 
 
-def concat_columns(name: str, parts: Sequence[ColumnData]) -> ColumnData:
+def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
     """Rows of all parts, in order, in new memory. Raises ValueError naming the column when the parts do not match."""
     signatures = [_signature(part) for part in parts]
     for index, signature in enumerate(signatures):
@@ -96,6 +128,24 @@ def _signature(column: ColumnData) -> str:
     if column.is_nested:
         return f"a jagged tensor of {column.dtype} with row entries of shape {tuple(jagged_parts(column)[0].shape[1:])}"
     return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
+
+
+def unfold_column(name: str, column: ColumnData, n_split: int) -> ColumnData:
+    """Copy of (rows, length, ...) as (rows * n_split, length / n_split, ...). ValueError if it does not divide."""
+    if is_jagged(column):
+        values, offsets = jagged_parts(column)
+        lengths = offsets.diff()
+        if bool((lengths % n_split).any()):
+            raise ValueError(
+                f"unfold_column_chunks: {name!r} has rows of lengths {lengths.tolist()}; not all divide by {n_split}."
+            )
+        return jagged_from_lengths(values.clone(), (lengths // n_split).repeat_interleave(n_split))
+    if column.ndim < 2 or column.shape[1] % n_split:
+        raise ValueError(
+            f"unfold_column_chunks: {name!r} has shape {tuple(column.shape)}; its second dimension must be there and "
+            f"divide by {n_split}."
+        )
+    return copy_column(column).reshape((column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:]))
 
 
 def object_array(rows: Sequence[Any]) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""How a batch travels and is stored: tensors as NumPy arrays (out-of-band in pickle protocol 5), files without pickle."""
+"""How a batch travels (tensors as NumPy arrays, out of band in pickle protocol 5) and is stored (without pickle)."""
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 import safetensors.numpy
 import torch
 from safetensors import safe_open
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from verl_like.protocol.merge import names
 from verl_like.protocol.metric import Metric
-from verl_like.protocol.row_ops import jagged_parts
+from verl_like.protocol.row_ops import copy_containers, jagged_parts, object_array
 
 _FILE_FORMAT = "verl_like.DataProto/1"
 _JSON_KEY = "json"
@@ -75,6 +78,38 @@ def unpack_meta(value: Any) -> Any:
     return value
 
 
+def split_tensordict(
+    tensor_dict: TensorDict, meta_info: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
+    """(tensors, object arrays from NonTensorStack, meta_info with the NonTensorData entries added)."""
+    tensors: dict[str, Any] = {}
+    arrays, meta = {}, dict(meta_info)
+    for name, value in tensor_dict.items():
+        if isinstance(value, NonTensorStack):
+            arrays[name] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            if name in meta:
+                raise ValueError(f"from_tensordict: {name!r} is in the TensorDict and in meta_info; drop one.")
+            meta[name] = value.data
+        else:
+            tensors[name] = value
+    return tensors, arrays, meta
+
+
+def join_tensordict(batch: TensorDict, arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> TensorDict:
+    """New TensorDict that also holds the arrays, by element, and the meta_info. ValueError if a name is used twice."""
+    places = [set(map(str, batch.keys())), set(arrays), set(meta_info)]
+    twice = (places[0] & places[1]) | (places[0] & places[2]) | (places[1] & places[2])
+    if twice:
+        raise ValueError(f"to_tensordict: {names(twice)} used more than once among columns and meta_info; rename one.")
+    result = batch.copy()
+    for name, array in arrays.items():
+        result[name] = NonTensorStack(*array)
+    for name, value in meta_info.items():
+        result[name] = NonTensorData(copy_containers(value), batch_size=batch.batch_size)
+    return result
+
+
 def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
     """Write nested containers of numbers, text, arrays, tensors and metrics as one safetensors file, all or nothing.
 
@@ -103,6 +138,8 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     """JSON form of `value`; a dict with the key "type" marks what JSON does not know, arrays are put aside by name."""
     if value is None or type(value) in (bool, int, str):
         return value
+    if isinstance(value, np.str_):
+        return str(value)
     if type(value) is float:
         return value if math.isfinite(value) else {"type": "float", "value": repr(value)}
     if type(value) in (list, tuple):
