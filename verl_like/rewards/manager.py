@@ -3,23 +3,19 @@
 import json
 import logging
 import math
-import multiprocessing
 import os
-import sys
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.context import SpawnContext, SpawnProcess
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from verl_like.rewards import worker
+from verl_like.rewards.light_process import LightSpawnContext
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +156,9 @@ class RewardManager:
     def _start_pool(self) -> ProcessPool:
         spec = self.reward_fn
         arguments = (os.getpid(), spec.path, spec.name, dict(spec.reward_kwargs), self.timeout_s)
-        return ProcessPool(self.num_workers, initializer=worker.initialize, initargs=arguments, context=_LightContext())
+        return ProcessPool(
+            self.num_workers, initializer=worker.initialize, initargs=arguments, context=LightSpawnContext()
+        )
 
 
 class PendingRewards:
@@ -268,24 +266,3 @@ def _extra_columns(answers: list[_Answer]) -> dict[str, np.ndarray]:
         else:
             columns[key] = np.fromiter(values, dtype=object, count=len(values))
     return columns
-
-
-_MAIN_MODULE_LOCK = threading.Lock()
-
-
-class _LightProcess(SpawnProcess):
-    """A spawned process that does not import the driver's `__main__`: that loads torch and Ray in every worker."""
-
-    @staticmethod
-    def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
-        with _MAIN_MODULE_LOCK:
-            main_module = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType("__main__")  # has no file and no spec: nothing to import again
-            try:
-                return SpawnProcess._Popen(process_obj)
-            finally:
-                sys.modules["__main__"] = main_module
-
-
-class _LightContext(SpawnContext):
-    Process = _LightProcess

@@ -1,0 +1,309 @@
+"""The reward manager with real worker processes and reward functions that go wrong in every way."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardSample
+
+REWARD_FILE = """
+import asyncio, os, sys, time
+
+class OwnError(Exception):
+    def __init__(self, one, two):  # cannot be unpickled
+        super().__init__(f"{one} and {two}")
+
+def inner(number):
+    return 1 / number
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    if solution_str == "divide": return inner(0)
+    if solution_str == "own error": raise OwnError("this", "that")
+    if solution_str == "leave": sys.exit(0)
+    if solution_str == "hang":
+        while True: pass
+    if solution_str == "segfault":
+        import ctypes
+        ctypes.string_at(0)
+    if solution_str.startswith("exit "): os._exit(int(solution_str[5:]))
+    if solution_str.startswith("sleep "): time.sleep(float(solution_str[6:]))
+    if solution_str.startswith("return "):
+        import numpy as np
+        return {"nan": float("nan"), "inf": float("inf"), "huge": 1e39, "text": "1.0", "list": [1.0], "none": None,
+                "true": True, "int": 3, "float32": np.float32(0.5), "no score": {"acc": 1.0}, "array": np.ones(2),
+                "none score": {"score": None, "why": "x"}, "odd extra": {"score": 1.0, "thing": {1}},
+                "nan score": {"score": float("nan")}}[solution_str[7:]]
+    return {"score": float(ground_truth) + bonus, "length": len(solution_str), "said": solution_str,
+            "loaded": ",".join(m for m in ("torch", "ray", "pytest", "numpy") if m in sys.modules)}
+
+async def compute_async(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.001)
+    return extra_info["index"] + 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("rewards") / "my_reward.py"
+    file.write_text(REWARD_FILE)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def skipping(reward_file: str) -> Iterator[RewardManager]:
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=2.0, on_error="skip")
+    yield manager
+    manager.close()
+
+
+@pytest.fixture(scope="module")
+def failing(reward_file: str) -> Iterator[RewardManager]:
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=1.0)
+    yield manager
+    manager.close()
+
+
+def sample(solution_str: str, index: int = 0, ground_truth: str = "1") -> RewardSample:
+    return RewardSample(f"0-{index}", "test/source", solution_str, ground_truth, {"index": index})
+
+
+def test_scores_and_extra_metrics_come_back_in_order(skipping: RewardManager) -> None:
+    samples = [sample("x" * (index % 5), index, ground_truth=str(index)) for index in range(256)]
+    result = skipping.submit(samples).get()
+    assert result.scores.dtype == np.float32
+    np.testing.assert_array_equal(result.scores, np.arange(256))
+    np.testing.assert_array_equal(result.extra["length"], np.arange(256) % 5)
+    assert list(result.extra["said"][:3]) == ["", "x", "xx"]
+    assert not result.skipped.any() and (result.num_errors, result.num_timeouts) == (0, 0)
+
+
+def test_workers_load_neither_torch_nor_the_main_module_of_the_driver(reward_file: str, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import torch
+        from verl_like.rewards.manager import RewardFunctionSpec, RewardManager, RewardSample
+        if __name__ == "__main__":
+            manager = RewardManager(RewardFunctionSpec({reward_file!r}), num_workers=1)
+            print(manager.submit([RewardSample("0-0", "x", "fine", "1")]).get().extra["loaded"].tolist())
+            manager.close()
+        """)
+    )
+    driver = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (driver.stdout, driver.stderr) == ("['']\n", "")
+
+
+def test_reward_kwargs_and_async_functions(reward_file: str) -> None:
+    manager = RewardManager(RewardFunctionSpec(reward_file, reward_kwargs={"bonus": 0.5}), num_workers=1)
+    assert manager.submit([sample("fine")]).get().scores.tolist() == [1.5]
+    manager.close()
+    manager = RewardManager(RewardFunctionSpec(reward_file, "compute_async"), num_workers=1)
+    assert manager.submit([sample("fine", index) for index in range(5)]).get().scores.tolist() == [
+        0.5,
+        1.5,
+        2.5,
+        3.5,
+        4.5,
+    ]
+    manager.close()
+
+
+def test_the_default_function_scores_by_data_source_and_names_an_unknown_one() -> None:
+    manager = RewardManager(RewardFunctionSpec(), num_workers=1)
+    right = RewardSample("0-0", "openai/gsm8k", "so #### 72", "72")
+    assert manager.check(right).scores.tolist() == [1.0]
+    with pytest.raises(RewardError, match=r"uid '0-1' \(data_source 'unheard/of'\).*no reward is registered"):
+        manager.check(RewardSample("0-1", "unheard/of", "so #### 72", "72"))
+    manager.close()
+
+
+def test_submit_returns_at_once(failing: RewardManager) -> None:
+    pending = failing.submit([sample("sleep 0.5")])
+    assert not pending.done()
+    assert pending.get().scores.tolist() == [1.0]
+    assert pending.done() and pending.get().scores.tolist() == [1.0]
+
+
+def test_get_raises_at_its_deadline_and_can_be_called_again(failing: RewardManager) -> None:
+    pending = failing.submit([sample("sleep 0.5", 4), sample("fine", 5)])
+    with pytest.raises(TimeoutError, match="2 of 2 samples were not scored in time, the first is uid '0-4'"):
+        pending.get(timeout=0.05)
+    assert pending.get().scores.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("cause", ["divide", "own error", "leave", "exit 3", "segfault", "return nan", "return text"])
+def test_a_failing_sample_is_skipped_and_the_others_are_scored(skipping: RewardManager, cause: str) -> None:
+    result = skipping.submit([sample("a"), sample(cause), sample("b")]).get()
+    assert result.skipped.tolist() == [False, True, False]
+    assert result.scores.tolist() == [1.0, 0.0, 1.0]
+    assert np.isnan(result.extra["length"]).tolist() == [False, True, False] and result.extra["said"][1] is None
+    assert (result.num_errors, result.num_timeouts) == (1, 0)
+
+
+@pytest.mark.parametrize("cause", ["hang", "exit 0"])
+def test_a_sample_without_an_answer_costs_only_its_own_worker(skipping: RewardManager, cause: str) -> None:
+    samples = [sample("a", index) for index in range(64)]
+    samples[10] = sample(cause, 10)
+    result = skipping.submit(samples).get()
+    assert np.flatnonzero(result.skipped).tolist() == [10]
+    assert (result.num_errors, result.num_timeouts) == (0, 1)
+    assert skipping.submit(samples[:10]).get().scores.tolist() == [1.0] * 10
+
+
+def test_on_error_score_gives_the_error_score(reward_file: str) -> None:
+    manager = RewardManager(RewardFunctionSpec(reward_file), timeout_s=1.0, on_error="score", error_score=-2.0)
+    result = manager.submit([sample("divide"), sample("hang"), sample("return none"), sample("a")]).get()
+    manager.close()
+    assert result.scores.tolist() == [-2.0, -2.0, 0.0, 1.0]
+    assert result.skipped.tolist() == [False, False, True, False]
+    assert (result.num_errors, result.num_timeouts) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("divide", ["ZeroDivisionError: division by zero", "in inner: return 1 / number", "my_reward.py:9"]),
+        ("own error", ["OwnError: this and that"]),
+        ("leave", ["SystemExit: 0"]),
+        ("hang", ["no answer within reward.timeout_s=1 s"]),
+        ("exit 3", ["the worker process died with exit code 3"]),
+        ("segfault", [f"the worker process died with exit code {-signal.SIGSEGV}"]),
+        ("return nan", ["the function returned nan (nan), expected a finite number"]),
+        ("return inf", ["the function returned inf"]),
+        ("return huge", ["the function returned 1e+39"]),
+        ("return text", ["the function returned a str ('1.0')"]),
+        ("return list", ["the function returned a list ([1.0])"]),
+        ("return array", ["the function returned a ndarray"]),
+        ("return no score", ["a dict without the key 'score' ({'acc': 1.0})"]),
+        ("return nan score", ["the function returned nan ({'score': nan})"]),
+        ("return odd extra", ["extra 'thing' of type set, which is no JSON value"]),
+    ],
+)
+def test_on_error_fail_names_the_sample_the_cause_and_the_way_out(
+    failing: RewardManager, cause: str, words: list[str]
+) -> None:
+    pending = failing.submit([sample("a", 0), sample(cause, 7)])
+    with pytest.raises(RewardError) as error:
+        pending.get()
+    fixes = ["reward.on_error=skip", "reward.on_error=score", "reward.error_score"]
+    for word in ["uid '0-7'", "data_source 'test/source'", *words, *fixes]:
+        assert word in str(error.value)
+    with pytest.raises(RewardError, match="uid '0-7'"):
+        pending.get()
+
+
+@pytest.mark.parametrize(
+    ("returned", "score", "skipped"),
+    [
+        ("true", 1.0, False),
+        ("int", 3.0, False),
+        ("float32", 0.5, False),
+        ("none", 0.0, True),
+        ("none score", 0.0, True),
+    ],
+)
+def test_results_that_are_accepted(failing: RewardManager, returned: str, score: float, skipped: bool) -> None:
+    result = failing.submit([sample(f"return {returned}")]).get()
+    assert (result.scores.tolist(), result.skipped.tolist()) == ([score], [skipped])
+    assert result.num_errors == 0
+
+
+def test_check_fails_whatever_the_policy_is(skipping: RewardManager) -> None:
+    with pytest.raises(RewardError, match=r"the check of the reward function failed: .*ZeroDivisionError"):
+        skipping.check(sample("divide"))
+    assert skipping.check(sample("fine")).scores.tolist() == [1.0]
+
+
+def test_workers_killed_while_idle_are_replaced(reward_file: str) -> None:
+    before = set(worker_pids(os.getpid()))
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2)
+    workers = set(worker_pids(os.getpid())) - before
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert manager.submit([sample("a", index) for index in range(8)]).get().scores.tolist() == [1.0] * 8
+    manager.close()
+
+
+def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file: str) -> None:
+    before = set(worker_pids(os.getpid()))
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=600.0)
+    pending = manager.submit([RewardSample("0-9", "x", "hang", "1" * 100_000) for _ in range(20)])
+    assert len(set(worker_pids(os.getpid())) - before) == 2
+    manager.close()
+    assert set(worker_pids(os.getpid())) == before
+    with pytest.raises(RuntimeError, match="uid '0-9' was not scored: the manager was closed"):
+        pending.get()
+
+
+def test_a_killed_driver_leaves_no_worker_behind(reward_file: str, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import time
+        from verl_like.rewards.manager import RewardFunctionSpec, RewardManager, RewardSample
+        if __name__ == "__main__":
+            manager = RewardManager(RewardFunctionSpec({reward_file!r}), num_workers=2, timeout_s=600.0)
+            manager.submit([RewardSample("0-0", "x", "hang", "1") for _ in range(2)])
+            print("submitted", flush=True)
+            time.sleep(600)
+        """)
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None and driver.stdout.readline() == "submitted\n"
+    workers = worker_pids(driver.pid)
+    driver.kill()
+    driver.wait(timeout=30)
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(is_running(pid) for pid in workers)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("def score(): pass", "compute_score", "has no function 'compute_score'"),
+        (
+            "import no_such_module",
+            "compute_score",
+            "fails on import: ModuleNotFoundError: No module named 'no_such_mod",
+        ),
+        ("def broken(:", "compute_score", "fails on import: SyntaxError"),
+        ("import os; os._exit(7)", "compute_score", "did not survive loading it"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(
+    tmp_path: Path, source: str, name: str, message: str
+) -> None:
+    file = tmp_path / "bad_reward.py"
+    file.write_text(source)
+    with pytest.raises(ValueError, match=message):
+        RewardManager(RewardFunctionSpec(str(file), name), num_workers=1)
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"reward.on_error is 'ignore', expected fail, skip or score"):
+        RewardManager(RewardFunctionSpec(), on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reward.num_workers=0 and reward.timeout_s=30.0 must be at least 1"):
+        RewardManager(RewardFunctionSpec(), num_workers=0)
+
+
+def worker_pids(driver: int) -> list[int]:
+    """The reward workers among a process's children."""
+    children = [pid for task in Path(f"/proc/{driver}/task").glob("*/children") for pid in task.read_text().split()]
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_running(pid: int) -> bool:
+    """False also for a zombie, which nobody may be there to collect."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"

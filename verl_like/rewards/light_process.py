@@ -1,0 +1,28 @@
+"""Child processes that start without the driver's modules, in a file of their own because they import it."""
+
+import sys
+import threading
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+_MAIN_MODULE_LOCK = threading.Lock()
+
+
+class LightSpawnProcess(SpawnProcess):
+    """A spawned process that does not import the driver's `__main__`: that loads torch and Ray in every worker."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        with _MAIN_MODULE_LOCK:
+            main_module = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")  # has no file and no spec: nothing to import again
+            try:
+                return SpawnProcess._Popen(process_obj)
+            finally:
+                sys.modules["__main__"] = main_module
+
+
+class LightSpawnContext(SpawnContext):
+    Process = LightSpawnProcess
