@@ -1,0 +1,33 @@
+"""Calls from one controller to groups of workers. Backends: verl_like.single_controller.ray and .local."""
+
+from verl_like.single_controller.call import CallEvent, CallHeader
+from verl_like.single_controller.decorator import (
+    Dispatch,
+    Execute,
+    PerRank,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+)
+from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.resource_pool import ResourcePool
+from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+__all__ = [
+    "CallEvent",
+    "CallHeader",
+    "CallTimeout",
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "PerRank",
+    "ResourcePool",
+    "Worker",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerGroup",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+]

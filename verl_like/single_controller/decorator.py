@@ -1,0 +1,159 @@
+"""`@register`: how a worker's method is called from the driver."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from verl_like.protocol import COLUMNS, DataProto
+from verl_like.single_controller.dispatch import (
+    Dispatch,
+    DispatchMode,
+    PerRank,
+    make_nd_compute_dataproto_dispatch_fn,
+    register_dispatch_mode,
+)
+from verl_like.single_controller.shard import column_names
+
+__all__ = [
+    "Dispatch",
+    "Execute",
+    "MethodSpec",
+    "PerRank",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+    "registered_methods",
+]
+
+_SPEC_ATTRIBUTE = "_verl_like_method_spec"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Execute(enum.Enum):
+    """Which ranks run the method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What `@register` says about a method. A name in `reads` or `writes` that ends in "?" is optional."""
+
+    name: str
+    dispatch_mode: DispatchMode
+    execute_mode: Execute
+    blocking: bool
+    reads: tuple[str, ...] | None
+    writes: tuple[str, ...] | None
+
+    @property
+    def only_rank_zero(self) -> bool:
+        return self.execute_mode is Execute.RANK_ZERO or self.dispatch_mode.only_rank_zero
+
+    @property
+    def read_columns(self) -> tuple[str, ...] | None:
+        return None if self.reads is None else tuple(name.rstrip("?") for name in self.reads)
+
+
+def register(
+    dispatch_mode: DispatchMode | dict[str, Any] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    reads: Sequence[str] | None = None,
+    writes: Sequence[str] | None = None,
+) -> Callable[[_Method], _Method]:
+    """Make a worker's method callable on its group; works for `def` and `async def`.
+
+    Args:
+        dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn` and `collect_fn`.
+        execute_mode: which ranks run it.
+        blocking: whether `group.method(...)` waits. `group.method.remote(...)` returns a future either way.
+        reads: the only columns that the batch arguments carry to the worker; checked on the driver before the call.
+        writes: the columns that the returned DataProto must have.
+
+    Raises:
+        ValueError: a combination that cannot work, when the class is defined.
+    """
+    mode = _as_dispatch_mode(dispatch_mode)
+    if not isinstance(execute_mode, Execute):
+        raise ValueError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, got {execute_mode!r}")
+    whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+    if execute_mode is Execute.RANK_ZERO and mode not in whole_argument_modes:
+        raise ValueError(
+            f"{mode.name} splits its arguments over all ranks, so it cannot run with Execute.RANK_ZERO: "
+            "use Dispatch.RANK_ZERO, or Execute.ALL"
+        )
+
+    def decorate(method: _Method) -> _Method:
+        if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+            raise ValueError(f"{method.__qualname__} is a generator: a registered method returns one value")
+        spec = MethodSpec(
+            name=method.__name__,
+            dispatch_mode=mode,
+            execute_mode=execute_mode,
+            blocking=blocking,
+            reads=_as_names("reads", method, reads),
+            writes=_as_names("writes", method, writes),
+        )
+        setattr(method, _SPEC_ATTRIBUTE, spec)
+        return method
+
+    return decorate
+
+
+def registered_methods(cls: type) -> dict[str, MethodSpec]:
+    """The registered methods of a worker class. An override without its own `@register` keeps the inherited one."""
+    specs: dict[str, MethodSpec] = {}
+    for base in reversed(cls.__mro__):
+        for name, attribute in vars(base).items():
+            if hasattr(attribute, _SPEC_ATTRIBUTE):
+                specs[name] = getattr(attribute, _SPEC_ATTRIBUTE)
+    return specs
+
+
+def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:
+    """Raise ValueError if a column that the method must read is in none of its batches."""
+    if not batches:
+        return
+    present = set().union(*(column_names(batch) | set(batch.meta_info) for batch in batches))
+    for name in spec.reads or ():
+        if name.endswith("?") or name in present:
+            continue
+        column = COLUMNS.get(name)
+        writer = f"it is written by {column.writer}" if column else "it is not a column of docs/columns.md"
+        raise ValueError(
+            f"{role}.{spec.name} reads {name!r}, which its batch lacks: {writer}. Present: {sorted(present)}"
+        )
+
+
+def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
+    """Raise ValueError if a returned batch lacks a column that the method declares to write."""
+    if spec.writes is None:
+        return
+    if not isinstance(result, DataProto):
+        raise ValueError(f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}")
+    present = column_names(result) | set(result.meta_info)
+    missing = [name for name in spec.writes if not name.endswith("?") and name not in present]
+    if missing:
+        raise ValueError(f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}")
+
+
+def _as_dispatch_mode(mode: DispatchMode | dict[str, Any]) -> DispatchMode:
+    if isinstance(mode, DispatchMode):
+        return mode
+    if not isinstance(mode, dict) or not {"dispatch_fn", "collect_fn"} <= set(mode):
+        raise ValueError(f"dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got {mode!r}")
+    return DispatchMode(**{"name": "custom", **mode})
+
+
+def _as_names(argument: str, method: Callable[..., Any], names: Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{argument} of {method.__qualname__} is a list of column names, got {names!r}")
+    return tuple(names)

@@ -1,0 +1,170 @@
+"""How a call's arguments are split over the ranks of a group and how their results become one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_like.protocol import DataProto, DataProtoFuture
+
+if TYPE_CHECKING:
+    from verl_like.single_controller.worker_group import WorkerGroup
+
+# (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one entry per rank.
+DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
+CollectFn = Callable[[Any, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class DispatchMode:
+    """A named pair of dispatch and collect function.
+
+    `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the ranks that hold it,
+    and makes the future of a call a DataProtoFuture.
+    """
+
+    name: str
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+    collect_ranks: Callable[[WorkerGroup], list[int]] | None = None
+    only_rank_zero: bool = False
+
+
+class PerRank:
+    """Marks an argument of an ALL_TO_ALL method: rank i receives `values[i]`."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = list(values)
+
+
+def replicate(group: WorkerGroup, value: Any) -> list[Any]:
+    return [value] * group.world_size
+
+
+def split_batch(group: WorkerGroup, value: Any) -> list[Any]:
+    """Split a batch, or the future of one, over the ranks; anything else is given to every rank whole."""
+    if isinstance(value, DataProto | DataProtoFuture):
+        return group.split(value, group.world_size)
+    return replicate(group, value)
+
+
+def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    return tuple(replicate(group, v) for v in args), {k: replicate(group, v) for k, v in kwargs.items()}
+
+
+def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    def spread(value: Any) -> list[Any]:
+        if not isinstance(value, PerRank):
+            return replicate(group, value)
+        if len(value.values) != group.world_size:
+            raise ValueError(
+                f"PerRank holds {len(value.values)} values but {group.role} has {group.world_size} ranks: give one each"
+            )
+        return value.values
+
+    return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
+
+
+def dispatch_dp_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    def spread(value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+            size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
+            raise ValueError(
+                f"DP_COMPUTE takes a list or tuple with one element per rank ({group.world_size} for {group.role}), "
+                f"got {type(value).__name__}{size}; ONE_TO_ALL gives every rank the same value"
+            )
+        return list(value)
+
+    return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
+
+
+def dispatch_dp_compute_proto(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    return tuple(split_batch(group, v) for v in args), {k: split_batch(group, v) for k, v in kwargs.items()}
+
+
+def dispatch_dp_compute_proto_with_func(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    if not args or not callable(args[0]):
+        raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got {args[0] if args else 'nothing'!r}")
+    return dispatch_dp_compute_proto(group, *args, **kwargs)
+
+
+def collect_list(group: Any, outputs: list[Any]) -> list[Any]:
+    return outputs
+
+
+def collect_rank_zero(group: Any, outputs: list[Any]) -> Any:
+    return outputs[0]
+
+
+def collect_batch(group: Any, outputs: list[Any]) -> DataProto:
+    for rank, output in enumerate(outputs):
+        if not isinstance(output, DataProto):
+            raise ValueError(
+                f"rank {rank} of {group.role} returned {type(output).__name__}, but this dispatch mode concatenates "
+                "DataProtos: return one, or register the method with DP_COMPUTE_METRIC (a list of per-rank results)"
+            )
+    return DataProto.concat(outputs)
+
+
+def all_ranks(group: WorkerGroup) -> list[int]:
+    return list(range(group.world_size))
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
+    """Dispatch over the data-parallel dimension of the mesh that the workers registered under `mesh_name`.
+
+    Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are concatenated.
+    """
+
+    def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+        mesh = group.mesh(mesh_name)
+
+        def spread(value: Any) -> list[Any]:
+            if not isinstance(value, DataProto | DataProtoFuture):
+                return replicate(group, value)
+            shards = group.split(value, mesh.dp_size)
+            return [shards[dp_rank] for dp_rank in mesh.dp_ranks]
+
+        return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
+
+    def collect(group: Any, outputs: list[Any]) -> DataProto:
+        return collect_batch(group, [outputs[rank] for rank in group.mesh(mesh_name).collect_ranks])
+
+    return {
+        "name": f"MESH[{mesh_name}]",
+        "dispatch_fn": dispatch,
+        "collect_fn": collect,
+        "collect_ranks": lambda group: group.mesh(mesh_name).collect_ranks,
+    }
+
+
+class Dispatch:
+    """The dispatch modes; `register_dispatch_mode` adds to them."""
+
+    RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_rank_zero, only_rank_zero=True)
+    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list)
+    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", dispatch_all_to_all, collect_list)
+    DP_COMPUTE = DispatchMode("DP_COMPUTE", dispatch_dp_compute, collect_list)
+    DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_batch, all_ranks)
+    DP_COMPUTE_PROTO_WITH_FUNC = DispatchMode(
+        "DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_batch, all_ranks
+    )
+    DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list)
+
+
+def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
+    """Add `Dispatch.<name>`.
+
+    `dispatch_fn(group, *args, **kwargs)` returns one list per argument with one entry per rank (`group.world_size`,
+    `group.split(batch, count)`); `collect_fn(group, outputs)` turns the per-rank results into the caller's value.
+    Where the future of such a call is handed to another group, `collect_fn` runs there: it then sees only
+    `group.role` and `group.world_size`.
+    """
+    if not name.isidentifier() or name != name.upper():
+        raise ValueError(f"a dispatch mode is named in capitals like Dispatch.ONE_TO_ALL, got {name!r}")
+    if hasattr(Dispatch, name):
+        raise ValueError(f"Dispatch.{name} exists already: choose another name")
+    mode = DispatchMode(name, dispatch_fn, collect_fn)
+    setattr(Dispatch, name, mode)
+    return mode

@@ -1,0 +1,44 @@
+"""Errors that cross the process boundary: each one names role, rank, node and method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkerError(RuntimeError):
+    """A worker's method raised.
+
+    Attributes: role, rank, node (address), pid, method and cause (the worker's traceback, as text).
+    """
+
+    def __init__(self, role: str, rank: int, node: str, pid: int, method: str, cause: str) -> None:
+        self.role, self.rank, self.node, self.pid, self.method, self.cause = role, rank, node, pid, method, cause
+        super().__init__(f"{self.headline()}\n{cause.rstrip()}")
+
+    def headline(self) -> str:
+        last_line = self.cause.rstrip().rsplit("\n", 1)[-1]
+        return f"{self.where()} failed in {self.method}: {last_line}"
+
+    def where(self) -> str:
+        return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.role, self.rank, self.node, self.pid, self.method, self.cause)
+
+
+class WorkerDied(WorkerError):
+    """A worker's process died; the other processes of its group have been killed. `cause` holds its last log lines."""
+
+    def headline(self) -> str:
+        return f"{self.where()} died during {self.method}; the other processes of the group were stopped"
+
+
+class CallTimeout(TimeoutError):
+    """A call, or the start of a group, did not finish in time. The workers are left as they are."""
+
+    def __init__(self, role: str, method: str, seconds: float, waiting_for: str) -> None:
+        self.role, self.method, self.seconds, self.waiting_for = role, method, seconds, waiting_for
+        super().__init__(f"{role}.{method} did not finish within {seconds:g} s: waiting for {waiting_for}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.role, self.method, self.seconds, self.waiting_for)

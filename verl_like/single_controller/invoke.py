@@ -1,0 +1,103 @@
+"""What happens around a method on the worker: arguments are resolved, the contract is checked, padding is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from verl_like.protocol import PAD_COLUMN, DataProto
+from verl_like.single_controller.call import CallHeader
+from verl_like.single_controller.decorator import check_reads, check_writes, registered_methods
+from verl_like.single_controller.failure import WorkerError
+from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard, column_names
+from verl_like.single_controller.worker import Worker
+
+
+class Invoker:
+    """Runs methods of the workers of one process, one at a time. Both backends use it."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        # One loop for the life of the process, so that what an async method opened is still usable in the next call.
+        self.loop = asyncio.new_event_loop()
+
+    def call(
+        self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
+    ) -> tuple[CallHeader, Any]:
+        """Returns the header and the method's result without padding rows; raises WorkerError."""
+        started = time.time()
+        try:
+            result = self._call(role, worker, method, args, kwargs, fetch)
+        except WorkerError:  # an argument is the result of a call that failed: that failure is the one to report
+            raise
+        except Exception as error:
+            raise WorkerError(
+                role, worker.rank, self.node, os.getpid(), method, "".join(traceback.format_exception(error))
+            ) from error
+        header = CallHeader(
+            rows=len(result) if isinstance(result, DataProto) else 0,
+            started=started,
+            finished=time.time(),
+            rank=worker.rank,
+            role=role,
+            method=method,
+            pid=os.getpid(),
+            node=self.node,
+        )
+        return header, result
+
+    def _call(
+        self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
+    ) -> Any:
+        spec = registered_methods(type(worker))[method]
+        shards: list[ResolvedShard] = []
+
+        def resolve(value: Any) -> Any:
+            if isinstance(value, ForwardedFuture):
+                return value.resolve(fetch)
+            if not isinstance(value, BatchShard):
+                return value
+            shards.append(value.resolve(fetch))
+            return shards[-1].data
+
+        args = [resolve(value) for value in args]
+        kwargs = {name: resolve(value) for name, value in kwargs.items()}
+        check_reads(role, spec, [shard.data for shard in shards])
+        # Own containers over the same tensors: the method may replace columns in its container, not write into tensors.
+        watched = [shard.data.select() for shard in shards]
+        versions = [data.column_versions() for data in watched]
+        result = getattr(worker, method)(*args, **kwargs)
+        if inspect.isawaitable(result):
+            result = self.loop.run_until_complete(result)
+        for data, before in zip(watched, versions, strict=True):
+            changed = [name for name, version in data.column_versions().items() if version != before[name]]
+            if changed:
+                raise ValueError(
+                    f"{role}.{method} wrote in place into the input column {changed[0]!r}, which other workers share: "
+                    "write into a copy (`.clone()`) or make a new tensor"
+                )
+        check_writes(role, spec, result)
+        if not isinstance(result, DataProto):
+            return result
+        result = result.select().to("cpu")
+        return _without_padding(result, shards[0], method) if shards else result
+
+
+def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> DataProto:
+    """Drop the outputs that belong to the padding rows this call added, and their mark."""
+    if not shard.padded:
+        return result
+    names = column_names(result)
+    if PAD_COLUMN in names:
+        result.pop(batch_keys=[PAD_COLUMN])
+    if len(result) % shard.num_rows:
+        raise ValueError(
+            f"{method} returned {len(result)} rows for {shard.num_rows} input rows, some of them padding: return equally "
+            "many rows per input row, in order, or give a batch whose size the number of ranks divides"
+        )
+    return result.rows(0, shard.num_real_rows * (len(result) // shard.num_rows))

@@ -1,0 +1,128 @@
+"""Runs a worker group in the driver's own process: for the debugger and for unit tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from verl_like.protocol import DataProto, Part
+from verl_like.single_controller.call import CallEvent, CallHeader
+from verl_like.single_controller.decorator import MethodSpec
+from verl_like.single_controller.failure import WorkerError
+from verl_like.single_controller.invoke import Invoker
+from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
+
+    Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The method's own
+    exception is the `__cause__` of the WorkerError.
+    """
+
+    def __init__(
+        self,
+        ray_cls_with_init: ClassWithInitArgs,
+        world_size: int = 1,
+        *,
+        role: str = "worker",
+        worker_env: dict[str, str] | None = None,
+        on_call: Callable[[CallEvent], None] | None = None,
+    ) -> None:
+        super().__init__(ray_cls_with_init.cls, role, world_size, "local", on_call)
+        self._invoker = Invoker(node="local")
+        self._port_socket, port = reserve_port()
+        self.master_address, self.master_port = "127.0.0.1", port
+        self._env = {
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "VERL_LIKE_DEVICE": "cpu",
+            **(worker_env or {}),
+        }
+        self.workers: list[Any] = []
+        for rank in range(world_size):
+            with self._environment(rank):
+                self.workers.append(ray_cls_with_init())
+
+    def put(self, data: DataProto) -> DataProto:
+        return data.select()  # its own container: a later `batch.union` of the caller does not reach into the call
+
+    def submit(
+        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+    ) -> LocalCall:
+        call = LocalCall(collect_ranks)
+        for rank, (args, kwargs) in enumerate(calls):
+            try:
+                with self._environment(rank):
+                    header, payload = self._invoker.call(
+                        self.role, self.workers[rank], spec.name, args, kwargs, _fetch_local
+                    )
+            except WorkerError as error:
+                call.error = error
+                break
+            call.results.append((header, payload))
+            self.report([header])
+        return call
+
+    def shutdown(self) -> None:
+        self.workers.clear()
+        self._port_socket.close()
+
+    @contextlib.contextmanager
+    def _environment(self, rank: int) -> Iterator[None]:
+        """The environment a rank's process would have."""
+        values = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+class LocalCall:
+    """A call that has run."""
+
+    def __init__(self, collect_ranks: list[int]) -> None:
+        self.collect_ranks = collect_ranks
+        self.results: list[tuple[CallHeader, Any]] = []
+        self.error: WorkerError | None = None
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return [payload if rank in self.collect_ranks else None for rank, (_, payload) in enumerate(self.results)]
+
+    def done(self) -> bool:
+        return True
+
+    def parts(self) -> list[Part]:
+        if self.error is not None:
+            return [Part(_Failed(self.error), _Failed(self.error))]
+        return [Part(*self.results[rank]) for rank in self.collect_ranks]
+
+    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
+        return _fetch_local(references)
+
+
+class _Failed:
+    """Stands for the result of a failed call."""
+
+    def __init__(self, error: WorkerError) -> None:
+        self.error = error
+
+
+def _fetch_local(references: Sequence[Any]) -> list[Any]:
+    for reference in references:
+        if isinstance(reference, _Failed):
+            raise reference.error
+    return list(references)

@@ -1,0 +1,102 @@
+"""The one Ray actor class: a process of a pool that holds the workers of one or several roles."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray._private.worker
+from ray.exceptions import GetTimeoutError, RayTaskError
+
+from verl_like.single_controller.call import CallHeader
+from verl_like.single_controller.failure import WorkerError
+from verl_like.single_controller.invoke import Invoker
+from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """Where a host's process is and where Ray writes its log."""
+
+    pid: int
+    node: str
+    node_id: str
+    logs_dir: str
+
+
+class WorkerHost:
+    """Runs one method at a time, in the order of submission."""
+
+    def __init__(self) -> None:
+        self.node = ray.util.get_node_ip_address()
+        self.invoker = Invoker(self.node)
+        self.classes: dict[str, type] = {}
+        self.workers: dict[str, Worker] = {}
+        self.start_error: WorkerError | None = None
+
+    def reserve_master(self) -> tuple[str, int]:
+        """Address and port for the store of the group's process group. The port is reserved as long as this runs."""
+        self.port_socket, port = reserve_port()
+        return self.node, port
+
+    def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> HostInfo:
+        """Make the workers, once the group's master address is known."""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
+        for role, class_with_args in classes.items():
+            self.classes[role] = class_with_args.cls
+            try:
+                self.workers[role] = class_with_args()
+            except Exception as error:
+                text = "".join(traceback.format_exception(error))
+                rank = int(os.environ["RANK"])
+                self.start_error = WorkerError(role, rank, self.node, os.getpid(), "__init__", text)
+                raise self.start_error from error
+        return self.info()
+
+    def info(self) -> HostInfo:
+        ray_node: Any = ray._private.worker._global_node
+        logs_dir = ray_node.get_logs_dir_path()
+        return HostInfo(os.getpid(), self.node, ray.get_runtime_context().get_node_id(), logs_dir)
+
+    def master(self) -> tuple[str, int]:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def role_classes(self) -> dict[str, type]:
+        return self.classes
+
+    @ray.method(num_returns=2)
+    def call(
+        self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], deadline_s: float
+    ) -> tuple[CallHeader, Any]:
+        """Run a method of a role; batches in the arguments are references, fetched within `deadline_s` seconds."""
+        if self.start_error is not None:
+            raise self.start_error
+        worker = self.workers[role]
+        return self.invoker.call(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
+
+
+def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
+    """Values of references, in order; what is no reference passes through.
+
+    Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
+    """
+    wanted = [reference for reference in references if isinstance(reference, ray.ObjectRef)]
+    try:
+        values = iter(ray.get(wanted, timeout=timeout))
+    except RayTaskError as error:
+        raise _worker_error(error) from None
+    except GetTimeoutError:
+        raise TimeoutError(
+            f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
+        ) from None
+    return [next(values) if isinstance(reference, ray.ObjectRef) else reference for reference in references]
+
+
+def _worker_error(error: RayTaskError) -> Exception:
+    return error.cause if isinstance(error.cause, WorkerError) else error

@@ -1,0 +1,199 @@
+"""The processes of a worker group as the driver sees them: started, waited for with a deadline, killed together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.ray.host import HostInfo, WorkerHost
+from verl_like.single_controller.ray.resource_pool import Bundle, RayResourcePool
+from verl_like.single_controller.worker_group import ClassWithInitArgs
+
+START_DEADLINE_S = 300.0  # process start, imports and constructors; models are loaded in init_model
+_POLL_S = 0.5
+# When a rank dies its peers often fail first ("connection closed by peer"): the death follows within this time.
+_DEATH_GRACE_S = 2.0
+_LOG_LINES = 20
+_SYSTEM_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_LIKE_DEVICE")
+
+
+class RayHosts:
+    """One actor per rank. Roles that are colocated share a RayHosts."""
+
+    def __init__(
+        self, role: str, pool: str, actors: Sequence[Any], names: Sequence[str], started: Sequence[Any]
+    ) -> None:
+        self.role, self.pool, self.actors, self.names = role, pool, list(actors), list(names)
+        self._started = list(started)  # references to HostInfo
+        self._infos: list[HostInfo] | None = None
+        self._stopped: Exception | None = None  # why the actors are gone
+        self._taken: tuple[RayResourcePool, list[Bundle]] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        role: str,
+        pool: RayResourcePool,
+        classes: dict[str, ClassWithInitArgs],
+        name_prefix: str | None,
+        detached: bool,
+        worker_env: dict[str, str],
+    ) -> RayHosts:
+        """Start the actors and their workers without waiting for them."""
+        clash = sorted(set(worker_env) & set(_SYSTEM_ENV))
+        if clash:
+            raise ValueError(f"worker_env of {role} sets {clash}, which the group sets itself: leave them out")
+        if detached and not pool.detached:
+            raise ValueError(f"{role} is detached but pool {pool.name} is not: make the pool with detached=True")
+        bundles = pool.take()
+        prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
+        names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
+        threads = _threads_per_rank(bundles)
+        host_class = ray.remote(WorkerHost)
+        actors: list[Any] = []
+        for rank, (group, index) in enumerate(bundles):
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(pool.world_size),
+                "LOCAL_RANK": str(pool.local_rank_list()[rank]),
+                "LOCAL_WORLD_SIZE": str(pool.local_world_size_list()[rank]),
+                "VERL_LIKE_DEVICE": "cuda" if pool.use_gpu else "cpu",
+                "OMP_NUM_THREADS": str(threads[rank]),
+                **worker_env,
+            }
+            options: dict[str, Any] = {
+                "name": names[rank],
+                "num_cpus": 1,
+                "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                "runtime_env": {"env_vars": env},
+                "lifetime": "detached" if detached else None,
+            }
+            actors.append(host_class.options(**options).remote())
+        master = actors[0].reserve_master.remote()
+        hosts = cls(role, pool.name, actors, names, [actor.start.remote(master, classes) for actor in actors])
+        hosts._taken = (pool, bundles)
+        return hosts
+
+    @property
+    def infos(self) -> list[HostInfo]:
+        """Where each rank runs. Waits for the start; raises WorkerError if a constructor failed."""
+        if self._infos is None:
+            self._infos = self.wait(self._started, self.role, "__init__", START_DEADLINE_S)
+        return self._infos
+
+    def wait(self, references: Sequence[Any], role: str, method: str, timeout: float) -> list[Any]:
+        """The values of one reference per rank (of the first ranks), each of them small.
+
+        Looks at every rank, so that a failure of any shows while others still run or wait for it in a collective.
+        Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout.
+        """
+        now = time.monotonic()
+        deadline, give_up = now + timeout, float("inf")
+        rank_of = {reference: rank for rank, reference in enumerate(references)}
+        values: dict[int, Any] = {}
+        failures: dict[int, RayError] = {}
+        pending = list(references)
+        while pending:
+            left = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=left)
+            for reference in ready:
+                try:
+                    values[rank_of[reference]] = ray.get(reference, timeout=_POLL_S)
+                except RayError as error:
+                    failures[rank_of[reference]] = error
+            now = time.monotonic()
+            if failures:
+                give_up = min(give_up, now + _DEATH_GRACE_S)
+                died = any(not isinstance(error, RayTaskError) for error in failures.values())
+                if died or not pending or now >= give_up:
+                    raise self._as_worker_error(role, method, failures, [rank_of[reference] for reference in pending])
+            elif pending and now >= deadline:
+                late = sorted(rank_of[reference] for reference in pending)
+                raise CallTimeout(role, method, timeout, f"rank(s) {late} of {len(references)}")
+        return [values[rank] for rank in range(len(references))]
+
+    def stop(self, reason: Exception) -> None:
+        """Kill every process of the group; later calls raise `reason`."""
+        if self._stopped is not None:
+            return
+        self._stopped = reason
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        if self._taken is not None:
+            pool, bundles = self._taken
+            pool.give_back(bundles)
+
+    def check_running(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+
+    def _as_worker_error(self, role: str, method: str, failures: dict[int, RayError], running: list[int]) -> Exception:
+        deaths = [rank for rank, error in failures.items() if not isinstance(error, RayTaskError)]
+        if deaths:
+            if self._stopped is None:
+                self.stop(self._death(role, method, deaths[0], failures[deaths[0]]))
+            assert self._stopped is not None
+            return self._stopped
+        rank, error = next(iter(failures.items()))
+        cause = getattr(error, "cause", None)
+        if not isinstance(cause, WorkerError):
+            info = self._info(rank)
+            cause = WorkerError(role, rank, info.node, info.pid, method, str(error))
+        others = sorted(set(failures) - {rank})
+        if others:
+            cause.add_note(f"rank(s) {others} failed as well")
+        if running:
+            cause.add_note(
+                f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, shut the group down"
+            )
+        return cause
+
+    def _death(self, role: str, method: str, rank: int, error: RayError) -> WorkerDied:
+        info = self._info(rank)
+        reason = str(error).strip().rsplit("\n", 1)[-1]
+        return WorkerDied(role, rank, info.node, info.pid, method, f"{reason}\n{_last_log_lines(info)}")
+
+    def _info(self, rank: int) -> HostInfo:
+        """Where a rank runs, or ran, as far as it is known."""
+        if self._infos is not None:
+            return self._infos[rank]
+        ready, _ = ray.wait([self._started[rank]], timeout=0)
+        try:
+            return ray.get(ready[0], timeout=_POLL_S)
+        except (RayError, IndexError):  # it failed while starting
+            return HostInfo(0, "unknown", "", "")
+
+
+def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
+    """Each process's share of its node's cores, among the processes of this pool."""
+    nodes: list[str] = []
+    for group, index in bundles:
+        nodes.append(ray.util.placement_group_table(group)["bundles_to_node_id"][index])
+    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+    here = ray.get_runtime_context().get_node_id()
+    # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
+    cores[here] = min(cores[here], len(os.sched_getaffinity(0)))
+    return [max(1, cores[node] // nodes.count(node)) for node in nodes]
+
+
+def _last_log_lines(info: HostInfo) -> str:
+    if not info.pid:
+        return "(its process had not reported where it runs; see Ray's session log directory)"
+    pattern = f"worker-*-{info.pid}.err"
+    if info.node_id != ray.get_runtime_context().get_node_id():
+        return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
+    lines: list[str] = []
+    for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
+        lines += [line for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
+    shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"
+    return f"last lines of {info.logs_dir}/{pattern} and .out:\n{shown}"

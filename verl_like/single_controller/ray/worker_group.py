@@ -1,0 +1,231 @@
+"""The Ray backend of worker groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from verl_like.protocol import DataProto, Part
+from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller.decorator import MethodSpec
+from verl_like.single_controller.ray.host import fetch
+from verl_like.single_controller.ray.hosts import START_DEADLINE_S, RayHosts
+from verl_like.single_controller.ray.resource_pool import RayResourcePool
+from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class and its constructor's arguments, for RayWorkerGroup."""
+
+
+class ColocatedClassWithInitArgs:
+    """Several roles for one process per rank; `RayWorkerGroup.spawn` gives a group for each."""
+
+    def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
+        if not class_dict:
+            raise ValueError("create_colocated_worker_cls needs at least one role")
+        self.class_dict = dict(class_dict)
+
+
+def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ColocatedClassWithInitArgs:
+    """One process per rank that holds a worker of each role; their calls run one at a time."""
+    return ColocatedClassWithInitArgs(class_dict)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """The workers of one role on a resource pool.
+
+    Construction reserves the pool and starts the processes without waiting for them; the first result that is waited
+    for also reports a failed start.
+
+    Args:
+        resource_pool: where the processes run, one per rank.
+        ray_cls_with_init: the worker class, or the result of create_colocated_worker_cls, to be followed by `spawn`.
+        role: name in messages, events and actor names.
+        name_prefix: actor names are `{name_prefix}_{rank}`; by default the role and a random suffix.
+        detached: the processes outlive the driver; needs a detached pool. `from_detached` attaches to them.
+        worker_env: further environment variables of the processes.
+        deadline_s: how long a call may take, in seconds, where `.get(timeout)` does not say otherwise.
+        on_call: is told about every finished call of every rank, at the latest on shutdown.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: ClassWithInitArgs | ColocatedClassWithInitArgs,
+        *,
+        role: str = "worker",
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_env: dict[str, str] | None = None,
+        deadline_s: float = 3600.0,
+        on_call: Callable[[CallEvent], None] | None = None,
+    ) -> None:
+        if isinstance(ray_cls_with_init, ColocatedClassWithInitArgs):
+            classes, worker_cls = ray_cls_with_init.class_dict, None
+            role = "+".join(classes)
+        else:
+            classes, worker_cls = {role: ray_cls_with_init}, ray_cls_with_init.cls
+        self._attach(
+            RayHosts.create(role, resource_pool, classes, name_prefix, detached, worker_env or {}),
+            {name: class_with_args.cls for name, class_with_args in classes.items()},
+            worker_cls,
+            role,
+            deadline_s,
+            on_call,
+        )
+
+    def _attach(
+        self,
+        hosts: RayHosts,
+        classes: dict[str, type],
+        worker_cls: type | None,
+        role: str,
+        deadline_s: float,
+        on_call: Callable[[CallEvent], None] | None,
+    ) -> None:
+        self.hosts, self._classes, self.deadline_s = hosts, classes, deadline_s
+        self._unreported: list[Any] = []  # headers of calls whose end has not been reported to on_call
+        super().__init__(worker_cls, role, len(hosts.actors), hosts.pool, on_call)
+
+    @classmethod
+    def from_detached(
+        cls,
+        *,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        role: str | None = None,
+        deadline_s: float = 3600.0,
+        on_call: Callable[[CallEvent], None] | None = None,
+    ) -> RayWorkerGroup:
+        """Attach to live workers by their names (in this Ray namespace) or handles, in rank order.
+
+        `role` is needed where the processes hold several.
+        """
+        if (worker_names is None) == (worker_handles is None):
+            raise ValueError("from_detached takes either worker_names or worker_handles")
+        actors = (
+            [ray.get_actor(name) for name in worker_names] if worker_names is not None else list(worker_handles or ())
+        )
+        classes: dict[str, type] = ray.get(actors[0].role_classes.remote(), timeout=START_DEADLINE_S)
+        if role is None and len(classes) == 1:
+            role = next(iter(classes))
+        if role not in classes:
+            raise ValueError(f"these workers hold the roles {sorted(classes)}: say which with role=..., got {role!r}")
+        started = [actor.info.remote() for actor in actors]
+        hosts = RayHosts(
+            role, "detached", actors, list(worker_names or [f"{role}_{rank}" for rank in range(len(actors))]), started
+        )
+        group = cls.__new__(cls)
+        group._attach(hosts, classes, classes[role], role, deadline_s, on_call)
+        return group
+
+    def spawn(self, roles: Sequence[str]) -> dict[str, RayWorkerGroup]:
+        """A group for each of the colocated roles, on the same processes."""
+        unknown = sorted(set(roles) - set(self._classes))
+        if unknown:
+            raise ValueError(f"roles {unknown} are not on these processes, which hold {sorted(self._classes)}")
+        groups = {}
+        for role in roles:
+            groups[role] = RayWorkerGroup.__new__(RayWorkerGroup)
+            groups[role]._attach(self.hosts, self._classes, self._classes[role], role, self.deadline_s, self.on_call)
+        return groups
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actor handles, by rank."""
+        return self.hosts.actors
+
+    @property
+    def worker_names(self) -> list[str]:
+        return self.hosts.names
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [info.pid for info in self.hosts.infos]
+
+    @property
+    def worker_nodes(self) -> list[str]:
+        """Addresses of the nodes, by rank."""
+        return [info.node for info in self.hosts.infos]
+
+    @property
+    def master_address(self) -> str:
+        return self._master()[0]
+
+    @property
+    def master_port(self) -> int:
+        return self._master()[1]
+
+    def _master(self) -> tuple[str, int]:
+        return self.hosts.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
+
+    def put(self, data: DataProto) -> Any:
+        return ray.put(data)
+
+    def submit(
+        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+    ) -> RayCall:
+        self.hosts.check_running()
+        references = [
+            self.workers[rank].call.remote(self.role, spec.name, args, kwargs, self.deadline_s)
+            for rank, (args, kwargs) in enumerate(calls)
+        ]
+        call = RayCall(self, spec.name, [h for h, _ in references], [p for _, p in references], collect_ranks)
+        self._unreported += call.headers
+        return call
+
+    def report_finished_calls(self) -> None:
+        """Tell `on_call` about the calls that have finished, also those whose futures nobody waits for."""
+        if not self._unreported:
+            return
+        ready, self._unreported = ray.wait(self._unreported, num_returns=len(self._unreported), timeout=0)
+        for reference in ready:
+            try:
+                self.report([ray.get(reference, timeout=self.deadline_s)])
+            except RayError:  # a failed call has no times; its error is raised by its future
+                continue
+
+    def shutdown(self) -> None:
+        """Kill the processes, which colocated roles share, and give the pool's slot back."""
+        self.report_finished_calls()
+        self.hosts.stop(RuntimeError(f"the worker group {self.role} was shut down"))
+
+
+class RayCall:
+    """A call in flight: two references per rank, to its header and to its result."""
+
+    def __init__(
+        self, group: RayWorkerGroup, method: str, headers: list[Any], payloads: list[Any], collect_ranks: list[int]
+    ) -> None:
+        self.group, self.method, self.headers, self.payloads = group, method, headers, payloads
+        self.collect_ranks = collect_ranks
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        timeout = self.group.deadline_s if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        hosts = self.group.hosts
+        hosts.infos  # noqa: B018 a failed start is the first thing to report
+        hosts.wait(self.headers, self.group.role, self.method, timeout)
+        self.group.report_finished_calls()
+        outputs: list[Any] = [None] * len(self.payloads)
+        collected = self.fetch(
+            [self.payloads[rank] for rank in self.collect_ranks], max(1.0, deadline - time.monotonic())
+        )
+        for rank, output in zip(self.collect_ranks, collected, strict=True):
+            outputs[rank] = output
+        return outputs
+
+    def done(self) -> bool:
+        ready, _ = ray.wait(self.headers, num_returns=len(self.headers), timeout=0)
+        return len(ready) == len(self.headers)
+
+    def parts(self) -> list[Part]:
+        return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
+
+    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
+        return fetch(references, self.group.deadline_s if timeout is None else timeout)

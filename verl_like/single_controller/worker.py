@@ -1,0 +1,84 @@
+"""The base class of everything that runs on a resource pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from verl_like.single_controller.decorator import Dispatch, Execute, register
+
+
+class Worker:
+    """One rank of a worker group. Registered methods (`@register`) can be called on the group.
+
+    Rank and sizes come from the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+    VERL_LIKE_DEVICE), which the group sets before the worker is made.
+    """
+
+    _rank: int
+    _world_size: int
+    _local_rank: int
+    _local_world_size: int
+    _mesh_coordinates: dict[str, tuple[int, bool]]
+
+    # In __new__, so that a subclass that does not call super().__init__() has its rank as well.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        worker = super().__new__(cls)
+        worker._rank = int(os.environ.get("RANK", "0"))
+        worker._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        worker._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        worker._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        worker._mesh_coordinates = {}
+        return worker
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._local_world_size
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"; a CUDA worker sees only its own device, so the name needs no index."""
+        return os.environ.get("VERL_LIKE_DEVICE", "cpu")
+
+    def get_master_addr_port(self) -> tuple[str, int]:
+        """Where rank 0 of the group may open its store; the port stays reserved for the life of the group."""
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say which shard of a batch this rank works on, and whether its result is collected, under mesh dispatch."""
+        if mesh_name in self._mesh_coordinates:
+            raise ValueError(f"mesh {mesh_name!r} is registered already on rank {self.rank}: register it once")
+        self._mesh_coordinates[mesh_name] = (dp_rank, is_collect)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def query_dispatch_collect_info(self, mesh_name: str) -> tuple[int, bool]:
+        """This rank's (dp_rank, is_collect) in a mesh."""
+        if mesh_name not in self._mesh_coordinates:
+            raise ValueError(
+                f"mesh {mesh_name!r} is not registered on rank {self.rank} (known: {sorted(self._mesh_coordinates)}): "
+                "call self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect) in init_model"
+            )
+        return self._mesh_coordinates[mesh_name]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run func(worker, *args, **kwargs) on every rank, batches split over the ranks; it returns a DataProto."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run func(*args, **kwargs) on rank 0."""
+        return func(*args, **kwargs)

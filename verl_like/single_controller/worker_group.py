@@ -1,0 +1,215 @@
+"""The driver's handle on the ranks of one role: registered methods become callables of the group."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
+from verl_like.single_controller.call import CallEvent, CallHeader
+from verl_like.single_controller.decorator import MethodSpec, PerRank, check_reads, registered_methods
+from verl_like.single_controller.dispatch import CollectFn, all_ranks, collect_rank_zero
+from verl_like.single_controller.shard import BatchShard, ForwardedFuture, column_names, select_columns
+from verl_like.single_controller.worker import Worker
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments its constructor gets on every rank."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        # verl passes ray.remote(WorkerClass); the class inside is what the host builds.
+        metadata = getattr(cls, "__ray_metadata__", None)
+        self.cls: type = cls if metadata is None else metadata.modified_class.__ray_actor_class__
+        self.args, self.kwargs = args, kwargs
+
+    def __call__(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Which shard each rank works on, and which ranks hold the result, in row order."""
+
+    dp_ranks: list[int]
+    collect_ranks: list[int]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.collect_ranks)
+
+    @classmethod
+    def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> Mesh:
+        """Raises ValueError unless exactly one rank of every dp_rank is collected."""
+        dp_ranks = [dp_rank for dp_rank, _ in coordinates]
+        collected = {dp_rank: rank for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect}
+        num_collected = sum(is_collect for _, is_collect in coordinates)
+        if sorted(set(dp_ranks)) != sorted(collected) or num_collected != len(collected):
+            raise ValueError(
+                f"mesh {mesh_name!r} of {role}: exactly one rank of each dp_rank must be collected, "
+                f"got (dp_rank, is_collect) by rank {list(coordinates)}"
+            )
+        if sorted(collected) != list(range(len(collected))):
+            raise ValueError(f"mesh {mesh_name!r} of {role}: dp_ranks {dp_ranks} do not count up from 0 without gaps")
+        return cls(dp_ranks, [collected[dp_rank] for dp_rank in sorted(collected)])
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What a collect function may ask of a group when it runs on another group's worker."""
+
+    role: str
+    world_size: int
+
+
+class WorkerGroup(abc.ABC):
+    """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)` call the ranks."""
+
+    def __init__(
+        self,
+        worker_cls: type | None,
+        role: str,
+        world_size: int,
+        pool: str,
+        on_call: Callable[[CallEvent], None] | None,
+    ) -> None:
+        self.role, self.world_size, self.pool, self.on_call = role, world_size, pool, on_call
+        self._meshes: dict[str, Mesh] = {}
+        if worker_cls is None:  # a host of several roles, before spawn()
+            return
+        if not issubclass(worker_cls, Worker):
+            raise ValueError(f"{worker_cls.__name__} of role {role} is not a Worker: subclass Worker")
+        for name, spec in registered_methods(worker_cls).items():
+            if hasattr(self, name):
+                raise ValueError(f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: rename it")
+            setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
+
+    @abc.abstractmethod
+    def put(self, data: DataProto) -> Any:
+        """A reference to a batch that every rank can fetch."""
+
+    @abc.abstractmethod
+    def submit(
+        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+    ) -> PendingCall:
+        """Start the method on ranks 0, 1, ... with their arguments.
+
+        The pending call waits for all of them, fetches the outputs of `collect_ranks` (None stands for the others) and
+        forwards these as its parts, in the order given.
+        """
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """Stop the ranks; the group is of no use afterwards."""
+
+    def split(self, data: DataProto | DataProtoFuture, count: int) -> list[BatchShard]:
+        """`count` shards of equally many rows; a DataProto is put into the backend's store once."""
+        if isinstance(data, DataProto):
+            if len(data) == 0 and column_names(data):
+                raise ValueError(f"the batch given to {self.role} has columns {sorted(column_names(data))} but no rows")
+            parts = [Part(CallHeader(rows=len(data)), self.put(data))]
+        else:
+            parts = data.parts
+        return [BatchShard(tuple(parts), index, count) for index in range(count)]
+
+    def mesh(self, mesh_name: str) -> Mesh:
+        """The coordinates that the ranks registered, asked for once."""
+        if mesh_name not in self._meshes:
+            coordinates = self.query_dispatch_collect_info(mesh_name)  # type: ignore[attr-defined]
+            self._meshes[mesh_name] = Mesh.from_coordinates(self.role, mesh_name, coordinates)
+        return self._meshes[mesh_name]
+
+    def report(self, headers: Sequence[CallHeader]) -> None:
+        if self.on_call is not None:
+            for h in headers:
+                self.on_call(CallEvent(self.pool, h.role, h.method, h.rank, h.started, h.finished))
+
+
+class BoundMethod:
+    """A registered method of a group."""
+
+    def __init__(self, group: WorkerGroup, spec: MethodSpec, method: Callable[..., Any]) -> None:
+        self.group, self.spec = group, spec
+        self._signature = inspect.signature(method)
+        self.__name__, self.__doc__ = spec.name, method.__doc__
+
+    def __repr__(self) -> str:
+        return f"<{self.group.role}.{self.spec.name} {self.spec.dispatch_mode.name} on {self.group.world_size} ranks>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The collected value if the method was registered blocking, its future otherwise."""
+        future = self.remote(*args, **kwargs)
+        return future.get() if self.spec.blocking else future
+
+    def remote(self, *args: Any, **kwargs: Any) -> Future:
+        """Submit the call and return its future."""
+        group, spec = self.group, self.spec
+        self._signature.bind(None, *args, **kwargs)
+        batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
+        if not any(isinstance(value, DataProtoFuture) for value in (*args, *kwargs.values())):
+            check_reads(group.role, spec, batches)
+        args, kwargs = tuple(self._selected(v) for v in args), {k: self._selected(v) for k, v in kwargs.items()}
+        mode = spec.dispatch_mode
+        if spec.only_rank_zero:
+            if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
+                raise ValueError(f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL")
+            per_rank = [(list(args), kwargs)]
+        else:
+            rank_args, rank_kwargs = mode.dispatch_fn(group, *args, **kwargs)
+            self._check_dispatched((*rank_args, *rank_kwargs.values()))
+            per_rank = [
+                ([values[rank] for values in rank_args], {name: values[rank] for name, values in rank_kwargs.items()})
+                for rank in range(group.world_size)
+            ]
+        sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
+        calls = [
+            (
+                [self._reference(v, sent) for v in rank_args],
+                {k: self._reference(v, sent) for k, v in rank_kwargs.items()},
+            )
+            for rank_args, rank_kwargs in per_rank
+        ]
+        facts = GroupFacts(group.role, group.world_size)
+        if spec.only_rank_zero:
+            return ValueFuture(group.submit(spec, calls, [0]), collect_rank_zero, facts, group)
+        if mode.collect_ranks is None:
+            return ValueFuture(group.submit(spec, calls, all_ranks(group)), mode.collect_fn, facts, group)
+        pending = group.submit(spec, calls, mode.collect_ranks(group))
+        return DataProtoFuture(pending, functools.partial(mode.collect_fn, group))
+
+    def _selected(self, value: Any) -> Any:
+        """A batch without the columns that the method does not read."""
+        columns = self.spec.read_columns
+        return select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
+
+    def _check_dispatched(self, values: Sequence[Any]) -> None:
+        for per_rank in values:
+            if not isinstance(per_rank, list | tuple) or len(per_rank) != self.group.world_size:
+                raise ValueError(
+                    f"the dispatch function of {self.group.role}.{self.spec.name} must return one list per argument "
+                    f"with one entry for each of {self.group.world_size} ranks, got {type(per_rank).__name__}"
+                )
+
+    def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
+        """What travels instead of a batch or a future: references that the worker resolves."""
+        if isinstance(value, BatchShard):
+            return replace(value, columns=self.spec.read_columns)
+        if isinstance(value, DataProto | DataProtoFuture):
+            if id(value) not in sent:
+                sent[id(value)] = replace(self.group.split(value, 1)[0], columns=self.spec.read_columns)
+            return sent[id(value)]
+        return value.forwarded() if isinstance(value, ValueFuture) else value
+
+
+class ValueFuture(Future[Any]):
+    """The future of a call whose result is not one batch; as an argument it arrives as its value."""
+
+    def __init__(self, call: PendingCall, collect: CollectFn, facts: GroupFacts, group: WorkerGroup) -> None:
+        super().__init__(call, functools.partial(collect, group))
+        self._forwarded = functools.partial(collect, facts)
+
+    def forwarded(self) -> ForwardedFuture:
+        return ForwardedFuture(tuple(self._call.parts()), self._forwarded)
