@@ -34,7 +34,9 @@ def _spell_out_dtype(value: object) -> object:
 TrainingDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_spell_out_dtype)]
 RolloutDtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_spell_out_dtype)]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KlPenalty = Annotated[str, Field(pattern=r"^(kl|k1|abs|mse|k2|low_var_kl|k3)\+?$")]
+KlPenalty = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 

@@ -158,8 +158,6 @@ class TrainerConfig(ConfigModel):
     """Folder of the run's metrics, report and checkpoints."""
     call_timeout_s: Seconds = 3600.0
     """Seconds one call of a worker group may take before the run stops."""
-    placement_timeout_s: Seconds = 10.0
-    """Seconds the resource pools may take to start before the run stops."""
 
 
 class RayInitConfig(ConfigModel):

@@ -1,0 +1,204 @@
+"""From presets, YAML files and command-line overrides to one checked `PPOConfig`.
+
+Hydra composes and OmegaConf resolves; the models in schema.py then decide which keys and values exist, so that a key
+that does nothing is refused however it was written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML).
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from verl_like.trainer.config.presets import ConfigError, register_pool_resolvers
+from verl_like.trainer.config.rules import broken_rules
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.workers.config import ConfigModel
+
+BASE = "ppo_trainer"
+PRESETS = ("placement", "device")
+_MISSING = "???"
+
+
+def load_config(overrides: Sequence[str], config_name: str = BASE, config_dir: str | None = None) -> PPOConfig:
+    """Composes and checks the configuration of a run.
+
+    Args:
+        overrides: Hydra overrides, e.g. `["placement=split", "trainer.nnodes=2"]`.
+        config_name: the YAML file to start from, without its ending.
+        config_dir: folder of the user's own YAML files, which start with `defaults: [ppo_trainer, _self_]`.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, a missing key or a broken rule; the text names each of
+            them in full and says what to do.
+    """
+    composed = compose_tree(overrides, config_name, config_dir)
+    raw = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(raw, dict)
+    _raise_if_any([*_unknown_keys(raw), *_missing_keys(raw)])
+    try:
+        resolved = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise _config_error(error) from error
+    try:
+        config = PPOConfig.model_validate(resolved)
+    except ValidationError as error:
+        _raise_if_any([_explain(detail) for detail in error.errors()])
+        raise
+    _raise_if_any(list(broken_rules(config)))
+    return config
+
+
+def to_yaml(config: PPOConfig) -> str:
+    """The resolved configuration as YAML; `load_config([], name, folder)` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def default_tree(model: type[ConfigModel] = PPOConfig) -> dict[str, Any]:
+    """The defaults of the models as plain data; keys without a default are Hydra's mark for missing."""
+    tree: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if _is_model(field.annotation):
+            tree[name] = default_tree(field.annotation)
+        else:
+            tree[name] = _MISSING if field.is_required() else field.default
+    return tree
+
+
+def leaves(model: type[ConfigModel] = PPOConfig, prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
+    """Every key of the configuration as (full path, model that declares it, field name)."""
+    for name, field in model.model_fields.items():
+        if _is_model(field.annotation):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", model, name
+
+
+def compose_tree(overrides: Sequence[str], config_name: str = BASE, config_dir: str | None = None) -> DictConfig:
+    """The composed tree before it is resolved and checked."""
+    register_pool_resolvers()
+    store = ConfigStore.instance()
+    store.store(name="ppo_defaults", node=default_tree())
+    # Hydra looks for the first file before it has read the search path; so the first one is ours and names the user's.
+    store.store(name="run", node={"defaults": [config_name, "_self_"]})
+    search_path = _search_path(config_dir, config_name)
+    try:
+        with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+            return compose("run", [*search_path, *map(_as_forced, parsed)])
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise _config_error(error) from error
+
+
+def _search_path(config_dir: str | None, config_name: str) -> list[str]:
+    if config_dir is None:
+        if config_name != BASE:
+            raise ConfigError(f"--config-name {config_name} needs --config-dir, the folder of {config_name}.yaml")
+        return []
+    folder = Path(config_dir).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+    if (folder / f"{BASE}.yaml").exists():
+        raise ConfigError(f"{folder / BASE}.yaml has the name of the base configuration; give the file another name")
+    if config_name != BASE and not (folder / f"{config_name}.yaml").is_file():
+        found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ConfigError(f"--config-name {config_name}: {folder} has no {config_name}.yaml; it has {found or 'none'}")
+    return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
+
+
+def _as_forced(override: Override) -> str:
+    """The override in the form in which Hydra leaves the judgement on unknown keys to us."""
+    line, key = override.input_line, override.key_or_group
+    assert line is not None and override.config_loader is not None
+    if key == "hydra" or key.startswith("hydra."):
+        raise ConfigError(
+            f"{line}: settings of Hydra itself have no effect here; set trainer.default_local_dir instead"
+        )
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: one run has one value a key; quote the value if the comma belongs to it")
+    if override.is_delete():
+        return line
+    options = override.config_loader.get_group_options(key)
+    if key in PRESETS and override.value() not in options:
+        raise ConfigError(f"{line}: expected one of {', '.join(options)}")
+    if key in PRESETS:
+        return line.lstrip("+")
+    return line if options else "++" + line.lstrip("+")  # options: a config group in the user's own folder
+
+
+def _unknown_keys(tree: dict[str, Any], model: type[ConfigModel] = PPOConfig, prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        path, field = f"{prefix}{name}", model.model_fields.get(name)
+        if field is None:
+            yield from (f"{leaf}: there is no such key{_suggestion(leaf)}" for leaf in _paths_below(path, value))
+        elif not _is_model(field.annotation):
+            continue
+        elif isinstance(value, dict):
+            yield from _unknown_keys(value, field.annotation, f"{path}.")
+        elif not OmegaConf.is_interpolation(OmegaConf.create({name: value}), name):
+            example = next(iter(field.annotation.model_fields))
+            yield f"{path}={json.dumps(value)}: expected keys, such as {path}.{example}"
+
+
+def _missing_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _missing_keys(value, f"{prefix}{name}.")
+        elif value == _MISSING:
+            yield f"{prefix}{name}: this key has no default, set it"
+
+
+def _paths_below(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _paths_below(f"{path}.{name}", inner)
+    else:
+        yield path
+
+
+def _suggestion(path: str) -> str:
+    known = [*PRESETS, *(leaf for leaf, _, _ in leaves())]
+    same_name = [leaf for leaf in known if leaf.rpartition(".")[2] == path.rpartition(".")[2]]
+    nearest = difflib.get_close_matches(path, same_name, 1, cutoff=0) or difflib.get_close_matches(path, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else "; docs/config.md lists all keys"
+
+
+def _explain(detail: Any) -> str:
+    path = ".".join(map(str, detail["loc"])) or "configuration"
+    if detail["type"] == "missing":
+        return f"{path}: this key is not set; does the YAML file start with 'defaults: [{BASE}, _self_]'?"
+    if detail["type"] == "value_error":
+        problem = str(detail["ctx"]["error"])
+        return f"{path}: {problem}" if isinstance(detail["input"], dict) else f"{path}={detail['input']}: {problem}"
+    expected = detail["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "valid list")
+    hint = "; put it in quotes" if detail["type"] == "string_type" and isinstance(detail["input"], int | float) else ""
+    return f"{path}={json.dumps(detail['input'], default=str)}: {expected}{hint}"
+
+
+def _config_error(error: Exception) -> ConfigError:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConfigError):
+        cause = cause.__cause__ or cause.__context__
+    # A resolver of the presets raised it, and OmegaConf wrapped it in its own words.
+    return cause or ConfigError(str(error).partition("\nSee https")[0])
+
+
+def _raise_if_any(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, ConfigModel)

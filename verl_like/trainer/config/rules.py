@@ -1,0 +1,217 @@
+"""Rules that join several keys. Each is a function named after what it demands and yields what is wrong, with the sum.
+
+Whether an advantage estimator, a policy loss or a worker class exists is not checked here: their registries import
+torch, and the trainer looks there before it starts Ray.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.roles import Role
+
+Rule = Callable[[PPOConfig], Iterator[str]]
+
+
+def broken_rules(config: PPOConfig) -> Iterator[str]:
+    """One sentence for each broken rule. A placement rule is judged only where those before it hold, and the batch
+    sizes only where the placement is sound."""
+    broken_placement = next((problems for rule in PLACEMENT_RULES if (problems := list(rule(config)))), [])
+    yield from broken_placement
+    for rule in OTHER_RULES if broken_placement else (*BATCH_RULES, *OTHER_RULES):
+        yield from rule(config)
+
+
+def pools_are_not_empty(config: PPOConfig) -> Iterator[str]:
+    for pool, processes_per_node in config.resource_pool_spec.items():
+        if not processes_per_node:
+            yield f"resource_pool_spec.{pool}=[]: a pool needs at least one process, e.g. [1]"
+
+
+def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
+    built_in = [role.value for role in Role]
+    for role in config.role_mapping:
+        if role not in built_in and role not in config.worker_classes:
+            yield (
+                f"role_mapping.{role}: the built-in roles are {', '.join(built_in)}; a role of your own also "
+                f"needs worker_classes.{role}=package.module.Class{_nearest(role, built_in)}"
+            )
+    for role, path in config.worker_classes.items():
+        if role not in config.role_mapping:
+            yield f"worker_classes.{role}={path}: the role has no pool; add role_mapping.{role}=<pool>"
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+            yield f"worker_classes.{role}={path}: expected an import path, package.module.Class"
+
+
+def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
+    pools = list(config.resource_pool_spec)
+    for role in config.active_roles:
+        pool = config.role_mapping.get(role)
+        if pool is None:
+            yield f"role_mapping.{role} is not set, but {_why_needed(role)}; set it to one of the pools {pools}"
+        elif pool not in pools:
+            yield f"role_mapping.{role}={pool}: there is no such pool, only {pools}{_nearest(pool, pools)}"
+
+
+def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
+    used = {config.role_mapping.get(role) for role in config.active_roles}
+    for pool, processes_per_node in config.resource_pool_spec.items():
+        if pool not in used:
+            yield (
+                f"resource_pool_spec.{pool}={list(processes_per_node)} would reserve processes "
+                f"that no role of this run uses (its roles are {', '.join(config.active_roles)}); use "
+                f"placement=colocated, which has one pool, or remove this one with '~resource_pool_spec.{pool}'"
+            )
+
+
+def tensor_parallel_engines_fill_the_rollout_pool(config: PPOConfig) -> Iterator[str]:
+    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    processes = config.num_processes(Role.Rollout)
+    if processes % tensor_parallel:
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {processes} "
+            f"processes of the pool {config.role_mapping[Role.Rollout]}; possible are {_divisors(processes)}"
+        )
+
+
+def parameter_shards_fill_the_pool(config: PPOConfig) -> Iterator[str]:
+    sizes = {Role.Actor: ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config.fsdp_size)}
+    if config.needs_critic:
+        sizes[Role.Critic] = ("critic.model", config.critic.model.fsdp_config.fsdp_size)
+    for role, (key, fsdp_size) in sizes.items():
+        processes = config.num_processes(role)
+        if fsdp_size > 0 and processes % fsdp_size:
+            yield (
+                f"{key}.fsdp_config.fsdp_size={fsdp_size} does not divide the {processes} processes of the pool "
+                f"{config.role_mapping[role]}; possible are -1 (all) and {_divisors(processes)}"
+            )
+
+
+def updates_split_evenly(config: PPOConfig) -> Iterator[str]:
+    """Every rank updates on the same number of responses in the same number of passes.
+
+    Ranks with fewer passes would leave the others waiting in a collective. Inference calls are padded instead.
+    """
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    sizes = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
+    broken = list(_uneven_update(config, Role.Actor, "actor_rollout_ref.actor", *sizes))
+    yield from broken
+    critic_sizes = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu
+    if config.needs_critic and not (broken and critic_sizes == sizes):
+        yield from _uneven_update(config, Role.Critic, "critic", *critic_sizes)
+
+
+def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: int) -> Iterator[str]:
+    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    processes, pool = config.num_processes(role), config.role_mapping[role]
+    even = [size for size in _divisors(batch) if size * n % processes == 0]
+    if mini > batch or batch % mini:
+        yield (
+            f"{key}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch} (both count prompts); "
+            f"nearest possible values: {_around(mini, even or _divisors(batch))}"
+        )
+    elif mini * n % processes:
+        step = next(size for size in range(1, processes + 1) if size * n % processes == 0)
+        possible = f"nearest possible values: {_around(mini, even)}" if even else f"make both multiples of {step}"
+        yield (
+            f"{key}.ppo_mini_batch_size={mini} x rollout.n={n} = {mini * n} responses do not split evenly over the "
+            f"{processes} processes of the pool {pool}; with data.train_batch_size={batch}, {possible}"
+        )
+    elif (per_process := mini * n // processes) % micro:
+        yield (
+            f"{key}.ppo_micro_batch_size_per_gpu={micro} does not divide a process's share of the mini-batch, "
+            f"ppo_mini_batch_size x rollout.n / processes of {pool} = {mini} x {n} / {processes} = {per_process} "
+            f"responses; nearest possible values: {_around(micro, _divisors(per_process))}"
+        )
+
+
+def grpo_compares_several_responses(config: PPOConfig) -> Iterator[str]:
+    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            "algorithm.adv_estimator=grpo compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; set "
+            "n to 2 or more (5 to 16 are common)"
+        )
+
+
+def gae_has_a_critic(config: PPOConfig) -> Iterator[str]:
+    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        yield (
+            "critic.enable=false, but algorithm.adv_estimator=gae needs values; set critic.enable=null or another "
+            "estimator"
+        )
+
+
+def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
+    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if warmup and not config.needs_critic:
+        yield f"trainer.critic_warmup={warmup} would hold the actor back, but this run has no critic; set it to 0"
+    elif total is not None and warmup >= total:
+        yield (
+            f"trainer.critic_warmup={warmup} is not less than trainer.total_training_steps={total}: the actor would "
+            "never be updated"
+        )
+
+
+def an_enabled_reward_model_has_a_path(config: PPOConfig) -> Iterator[str]:
+    if config.reward_model.enable and config.reward_model.model.path is None:
+        yield "reward_model.enable=true needs reward_model.model.path"
+
+
+def reward_function_settings_have_a_function(config: PPOConfig) -> Iterator[str]:
+    function = config.custom_reward_function
+    if function.path is None and function.reward_kwargs:
+        yield (
+            f"custom_reward_function.reward_kwargs={function.reward_kwargs} has no effect without "
+            "custom_reward_function.path"
+        )
+
+
+def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
+    if len(set(config.trainer.logger)) < len(config.trainer.logger):
+        yield f"trainer.logger={list(config.trainer.logger)} names a logger twice"
+
+
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    pools_are_not_empty,
+    every_role_has_a_worker,
+    every_role_has_a_pool,
+    every_pool_has_a_role,
+)
+BATCH_RULES: tuple[Rule, ...] = (
+    tensor_parallel_engines_fill_the_rollout_pool,
+    parameter_shards_fill_the_pool,
+    updates_split_evenly,
+)
+OTHER_RULES: tuple[Rule, ...] = (
+    grpo_compares_several_responses,
+    gae_has_a_critic,
+    critic_warmup_leaves_steps_for_the_actor,
+    an_enabled_reward_model_has_a_path,
+    reward_function_settings_have_a_function,
+    loggers_are_named_once,
+)
+
+
+def _why_needed(role: str) -> str:
+    reasons: dict[str, str] = {
+        Role.RefPolicy: "a KL term compares the policy with the reference policy",
+        Role.Critic: "the advantage estimator needs values",
+        Role.RewardModel: "reward_model.enable is true",
+    }
+    return reasons.get(role, "every run needs it")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _around(value: int, possible: list[int]) -> str:
+    """The nearest possible values below and above `value`."""
+    below, above = [p for p in possible if p < value], [p for p in possible if p > value]
+    return " and ".join(str(p) for p in [*below[-1:], *above[:1]])
