@@ -1,0 +1,265 @@
+"""What every rollout engine does with prompts, tokens and weights, shown on the small reference engine."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from verl_like.protocol import DataProto
+from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
+from verl_like.workers.rollout import RolloutEngine, RolloutError, build_rollout_engine
+from verl_like.workers.rollout.base import Completion, Sampling, assemble, check_completions, step_seed
+from verl_like.workers.weight_sync import WeightSyncError, collect_weights
+
+PROMPTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34]]
+WIDTH = 6
+
+
+def prompt_batch(prompts: list[list[int]] = PROMPTS, *, step: int = 1, validate: bool = False) -> DataProto:
+    ids = torch.tensor([[0] * (WIDTH - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (WIDTH - len(p)) + [1] * len(p) for p in prompts])
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "uid": np.array([f"0-{i}" for i in range(len(prompts))], dtype=object),
+    }
+    return DataProto.from_single_dict(batch, meta_info={"global_steps": step, "validate": validate})
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Callable[..., tuple[str, LlamaForCausalLM]]) -> tuple[str, LlamaForCausalLM]:
+    return tiny_llama()
+
+
+def make_engine(
+    model: tuple[str, LlamaForCausalLM], *, load: bool = True, rank: int = 0, **settings: Any
+) -> RolloutEngine:
+    path, trained = model
+    config = RolloutConfig(
+        **{"name": "hf", "prompt_length": WIDTH, "response_length": 20, "dtype": "float32", "n": 3, **settings}
+    )
+    engine = build_rollout_engine(config, TrainedModelConfig(path=path), rank=rank, world_size=2, seed=5, device="cpu")
+    if load:
+        engine.load_weights([export(trained, version=7)], 7)
+    return engine
+
+
+def export(model: LlamaForCausalLM, version: int) -> Any:
+    return collect_weights(model.named_parameters(), dtype=torch.float32, rank=0, world_size=1, version=version)
+
+
+def log_probs_of(model: LlamaForCausalLM, output: DataProto, temperature: float) -> torch.Tensor:
+    """Recomputed without padding, one row at a time."""
+    expected = torch.zeros(output.batch["responses"].shape)
+    for row in range(len(output)):
+        ids = output.batch["input_ids"][row][output.batch["attention_mask"][row].bool()]
+        length = int(output.batch["response_mask"][row].sum())
+        log_probs = (model(ids[None]).logits[0].double() / temperature).log_softmax(-1)
+        expected[row, :length] = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0].float()
+    return expected
+
+
+def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_them() -> None:
+    prompts = prompt_batch([[10, 11], [20, 21, 22]])
+    groups = [
+        [Completion([40, 41, 1], [-1.0, -2.0, -3.0]), Completion([42, 43, 44, 45], [-0.5] * 4)],
+        [Completion([1], [-4.0]), Completion([46, 1], [-0.25, -0.75])],
+    ]
+    output = assemble(prompts, groups, response_length=4, pad_token_id=0, policy_version=9)
+    columns = output.batch
+    assert columns["prompts"].tolist() == [[0, 0, 0, 0, 10, 11]] * 2 + [[0, 0, 0, 20, 21, 22]] * 2
+    assert columns["responses"].tolist() == [[40, 41, 1, 0], [42, 43, 44, 45], [1, 0, 0, 0], [46, 1, 0, 0]]
+    assert columns["response_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert columns["input_ids"][0].tolist() == [0, 0, 0, 0, 10, 11, 40, 41, 1, 0]
+    assert columns["attention_mask"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
+    assert columns["position_ids"][0].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5]
+    assert columns["position_ids"][2].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
+    assert columns["rollout_log_probs"][2].tolist() == [-4.0, 0.0, 0.0, 0.0]
+    assert columns["rollout_log_probs"].dtype == torch.float32
+    assert columns["policy_version"].tolist() == [9, 9, 9, 9]
+    integers = ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids")
+    assert {columns[name].dtype for name in integers} == {torch.int64}
+
+
+def test_the_responses_of_a_prompt_follow_each_other(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model).generate_sequences(prompt_batch())
+    padded = prompt_batch().batch["input_ids"].tolist()
+    assert output.batch["prompts"].tolist() == [padded[i] for i in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
+    assert output.batch["policy_version"].tolist() == [7] * 9
+    assert len({tuple(row) for row in output.batch["responses"].tolist()}) == 9
+
+
+def test_a_response_ends_with_its_first_end_token_and_is_empty_after_it(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model, n=32).generate_sequences(prompt_batch())
+    lengths = set()
+    for tokens, mask, log_probs in zip(
+        output.batch["responses"].tolist(),
+        output.batch["response_mask"].tolist(),
+        output.batch["rollout_log_probs"].tolist(),
+        strict=True,
+    ):
+        length = tokens.index(1) + 1 if 1 in tokens else 20
+        lengths.add(length)
+        assert mask == [1] * length + [0] * (20 - length)
+        assert tokens[length:] == [0] * (20 - length)
+        assert all(value < 0 for value in log_probs[:length]) and log_probs[length:] == [0.0] * (20 - length)
+    assert 20 in lengths and len(lengths) > 5
+
+
+def test_ignore_eos_generates_up_to_the_limit(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model, n=32, ignore_eos=True).generate_sequences(prompt_batch())
+    assert bool((output.batch["responses"] == 1).any())
+    assert int(output.batch["response_mask"].sum()) == 96 * 20
+
+
+def test_rollout_log_probs_are_those_of_the_sampling_temperature(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model, temperature=0.7).generate_sequences(prompt_batch())
+    assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.7), atol=1e-5)
+
+
+def test_rollout_log_probs_are_renormalised_over_the_top_k_tokens(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model, top_k=2, n=8).generate_sequences(prompt_batch())
+    logits = model[1](torch.tensor([PROMPTS[1]])).logits[0, -1]
+    best = logits.topk(2)
+    expected = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
+    for row in range(8, 16):
+        token = int(output.batch["responses"][row, 0])
+        assert float(output.batch["rollout_log_probs"][row, 0]) == pytest.approx(expected[token], abs=1e-5)
+
+
+def test_validation_decodes_greedily_unless_told_otherwise(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model).generate_sequences(prompt_batch(validate=True))
+    assert len(output) == 3
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        for token in output.batch["responses"][row][output.batch["response_mask"][row].bool()]:
+            assert int(model[1](ids).logits[0, -1].argmax()) == int(token)
+            ids = torch.cat([ids, token.view(1, 1)], dim=1)
+    assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 1.0), atol=1e-5)
+
+
+def test_validation_has_its_own_number_of_samples_and_temperature(model: tuple[str, LlamaForCausalLM]) -> None:
+    sampling = SamplingConfig(n=2, temperature=0.5)
+    output = make_engine(model, val_kwargs=sampling).generate_sequences(prompt_batch(validate=True))
+    assert len(output) == 6
+    assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.5), atol=1e-5)
+
+
+def test_a_step_is_drawn_again_the_same_and_other_steps_and_replicas_differ(
+    model: tuple[str, LlamaForCausalLM],
+) -> None:
+    def responses(rank: int, step: int) -> list[list[int]]:
+        engine = make_engine(model, rank=rank)
+        engine.generate_sequences(prompt_batch(step=step + 100))  # whatever was drawn before does not matter
+        return engine.generate_sequences(prompt_batch(step=step)).batch["responses"].tolist()
+
+    first = responses(rank=0, step=1)
+    assert responses(rank=0, step=1) == first
+    assert responses(rank=0, step=2) != first
+    assert responses(rank=1, step=1) != first
+
+
+def test_every_part_of_the_step_seed_counts() -> None:
+    seeds = [step_seed(*key) for key in ((1, 2, 3, False), (1, 2, 3, True), (1, 3, 2, False), (2, 1, 3, False))]
+    assert len(set(seeds)) == 4 and step_seed(1, 2, 3, False) == seeds[0] and max(seeds) < 2**63
+
+
+GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0])
+SAMPLING = Sampling(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ([], "returned 0 responses for row 1 (uid 0-1), not n=1"),
+        ([GOOD, GOOD], "returned 2 responses for row 1 (uid 0-1), not n=1"),
+        ([Completion([], [])], "Response 0 of row 1 (uid 0-1) has 0 tokens"),
+        ([Completion([40] * 5, [-1.0] * 5)], "Response 0 of row 1 (uid 0-1) has 5 tokens, but 1 to 4 are possible"),
+        ([Completion([40, 69, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 69"),
+        ([Completion([40, -1, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 69"),
+        ([Completion([40, 41], [-1.0] * 2)], "stops after 2 of 4 tokens at token 41"),
+        ([dataclasses.replace(GOOD, log_probs=[-1.0, math.nan, -3.0])], "log-probabilities [-1.0, nan, -3.0]"),
+        ([dataclasses.replace(GOOD, log_probs=[-1.0])], "has 3 tokens but log-probabilities [-1.0]"),
+    ],
+)
+def test_output_that_is_not_a_response_is_refused_by_row_and_uid(group: list[Completion], message: str) -> None:
+    labels = ["row 0 (uid 0-0)", "row 1 (uid 0-1)"]
+    check_completions([[GOOD], [GOOD]], labels, SAMPLING, vocab_size=69)
+    with pytest.raises(RolloutError) as error:
+        check_completions([[GOOD], group], labels, SAMPLING, vocab_size=69)
+    assert message in str(error.value)
+
+
+def test_a_missing_answer_is_refused() -> None:
+    with pytest.raises(RolloutError, match="answered 1 of 2 prompts"):
+        check_completions([[GOOD]], ["row 0", "row 1"], SAMPLING, vocab_size=69)
+
+
+def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model, prompt_length=3)
+    with pytest.raises(ValueError, match=r"row 1 \(uid 0-1\) has 0 tokens"):
+        engine.generate_sequences(prompt_batch([[10], []]))
+    with pytest.raises(ValueError, match=r"row 0 \(uid 0-0\) has 4 tokens, but 1 to rollout.prompt_length=3"):
+        engine.generate_sequences(prompt_batch([[10, 11, 12, 13]]))
+
+
+def test_an_engine_without_weights_does_not_generate(model: tuple[str, LlamaForCausalLM]) -> None:
+    with pytest.raises(RuntimeError, match="no verified weights"):
+        make_engine(model, load=False).generate_sequences(prompt_batch())
+
+
+def test_new_weights_change_the_log_probs_and_the_version(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    before = engine.generate_sequences(prompt_batch())
+    changed = LlamaForCausalLM(model[1].config).eval().requires_grad_(False)
+    report = engine.load_weights([export(changed, version=8)], 8)
+    after = engine.generate_sequences(prompt_batch())
+    assert after.batch["policy_version"].unique().tolist() == [8] == [report["version"]]
+    assert torch.allclose(after.batch["rollout_log_probs"], log_probs_of(changed, after, 1.0), atol=1e-5)
+    assert not torch.equal(before.batch["responses"], after.batch["responses"])
+
+
+def test_weights_older_than_the_engines_are_refused(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    with pytest.raises(WeightSyncError, match="version 6 was sent to an engine that already had 7"):
+        engine.load_weights([export(model[1], version=6)], 6)
+
+
+def test_a_corrupted_tensor_is_noticed_and_the_engine_stops_generating(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    corrupt = export(model[1], version=8)
+    corrupt.buckets[0].data[12345] ^= 1
+    with pytest.raises(WeightSyncError, match=r"Weights of version 8 did not arrive: .* [0-9a-f]{16}, .* [0-9a-f]{16}"):
+        engine.load_weights([corrupt], 8)
+    with pytest.raises(RuntimeError, match="no verified weights"):
+        engine.generate_sequences(prompt_batch())
+    engine.load_weights([export(model[1], version=8)], 8)
+    assert engine.policy_version == 8
+
+
+def test_a_parameter_that_the_trainer_skips_is_noticed(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    changed = LlamaForCausalLM(model[1].config).requires_grad_(False)
+    some = [(name, value) for name, value in changed.named_parameters() if name != "model.norm.weight"]
+    some = [(name, value) for name, value in some if "layers.1.mlp.down_proj" not in name]
+    short = collect_weights(some, dtype=torch.float32, rank=0, world_size=1, version=8)
+    with pytest.raises(WeightSyncError, match="version 8 did not arrive"):
+        engine.load_weights([short], 8)
+
+
+def test_tensor_parallel_size_must_divide_the_processes(model: tuple[str, LlamaForCausalLM]) -> None:
+    with pytest.raises(
+        ValueError, match=r"tensor_model_parallel_size=4 does not divide the rollout pool's 2 processes"
+    ):
+        make_engine(model, tensor_model_parallel_size=4)
+
+
+def test_the_processes_of_a_replica_are_consecutive_ranks(model: tuple[str, LlamaForCausalLM]) -> None:
+    engines = [make_engine(model, load=False, rank=rank) for rank in range(2)]
+    assert [(engine.dp_rank, engine.is_collect) for engine in engines] == [(0, True), (1, True)]

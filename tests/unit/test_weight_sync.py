@@ -1,0 +1,184 @@
+"""Weights leave the trainer complete, once and unchanged, and whatever goes wrong on the way is noticed."""
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from verl_like.workers.weight_sync import (
+    WeightExport,
+    WeightSyncError,
+    check_exports,
+    collect_weights,
+    fingerprint_tensor,
+    iterate_weights,
+)
+
+
+def _parameters(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (10, 4), "layer.0": (7, 3), "norm": (4,), "layer.1": (5, 5), "head": (3, 4)}
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+
+
+def _exports(parameters: list[tuple[str, torch.Tensor]], world_size: int = 2, version: int = 3) -> list[WeightExport]:
+    return [
+        collect_weights(
+            parameters, dtype=torch.float32, rank=rank, world_size=world_size, version=version, bucket_bytes=130
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _fingerprint_in_numpy(values: np.ndarray) -> int:
+    bits = values.astype(np.float32).reshape(-1).view(np.int32).astype(np.int64)
+    with np.errstate(over="ignore"):
+        for multiplier, shift in ((0x2545F4914F6CDD1D, 29), (0x369DEA0F31A53F85, 32)):
+            bits = bits * np.int64(multiplier)
+            bits = bits ^ (bits >> np.int64(shift))
+    return int(sum(map(int, bits))) % 2**64
+
+
+def test_the_exports_of_all_ranks_hold_every_parameter_once_in_the_trainers_order() -> None:
+    parameters = _parameters()
+    exports = _exports(parameters)
+    check_exports(exports, 3)
+    received = list(iterate_weights(list(reversed(exports))))
+    assert [name for name, _ in received] == [name for name, _ in parameters]
+    for (_, sent), (_, got) in zip(parameters, received, strict=True):
+        assert torch.equal(sent, got)
+
+
+def test_buckets_close_at_their_size_and_go_round_the_ranks() -> None:
+    # bytes: embed 160, layer.0 84, norm 16, layer.1 100, head 48; at 130 bytes a bucket closes.
+    first, second = _exports(_parameters())
+    assert [(b.index, b.names) for b in first.buckets] == [(0, ("embed",)), (2, ("layer.1",))]
+    assert [(b.index, b.names) for b in second.buckets] == [(1, ("layer.0", "norm")), (3, ("head",))]
+    assert first.num_bytes == 260 and second.num_bytes == 148
+
+
+def test_bfloat16_values_arrive_bit_for_bit() -> None:
+    values = torch.tensor([1.0, -0.0, 3.14159, 1e-40, float("inf")])
+    export = collect_weights([("w", values)], dtype=torch.bfloat16, rank=0, world_size=1, version=0)
+    ((_, got),) = iterate_weights([export])
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got.view(torch.int16), values.bfloat16().view(torch.int16))
+
+
+def test_an_export_does_not_change_when_the_trainer_goes_on() -> None:
+    parameter = torch.ones(4)
+    export = collect_weights([("w", parameter)], dtype=torch.float32, rank=0, world_size=1, version=0)
+    parameter.zero_()
+    ((_, got),) = iterate_weights([export])
+    assert torch.equal(got, torch.ones(4))
+
+
+def test_buffers_pickle_out_of_band_and_read_only_ones_are_read_without_a_copy() -> None:
+    export = collect_weights([("w", torch.randn(5000))], dtype=torch.float32, rank=0, world_size=1, version=0)
+    buffers: list[pickle.PickleBuffer] = []
+    in_band = pickle.dumps(export, protocol=5, buffer_callback=buffers.append)
+    assert len(in_band) < 2000 and len(buffers) == 1
+    export.buckets[0].data.flags.writeable = False  # as Ray hands it out
+    ((_, got),) = iterate_weights([export])
+    assert got.data_ptr() == export.buckets[0].data.ctypes.data
+
+
+def test_tied_parameters_are_exported_once() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    export = collect_weights(model.named_parameters(), dtype=torch.float32, rank=0, world_size=1, version=0)
+    assert export.num_parameters == 1 and export.buckets[0].names == ("embed.weight",)
+
+
+def test_a_parameter_listed_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="embed is exported twice"):
+        _exports([*_parameters(), _parameters()[0]])
+
+
+def test_the_fingerprint_equals_an_independent_computation() -> None:
+    values = torch.randn(70001, generator=torch.Generator().manual_seed(1))
+    assert fingerprint_tensor(values) == _fingerprint_in_numpy(values.numpy())
+
+
+def test_the_fingerprint_of_fused_padded_and_widened_parameters_is_the_sum_of_their_parts() -> None:
+    q, k, v = (torch.randn(size, 4, generator=torch.Generator().manual_seed(size)).bfloat16() for size in (8, 2, 3))
+    fused = torch.cat([v, q, torch.zeros(5, 4, dtype=torch.bfloat16), k]).float()
+    assert fingerprint_tensor(fused) == sum(map(fingerprint_tensor, (q, k, v))) % 2**64
+
+
+def test_the_fingerprint_notices_one_bit() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(2)).bfloat16()
+    changed = values.clone()
+    changed.view(torch.int16)[500] ^= 1
+    assert fingerprint_tensor(values) != fingerprint_tensor(changed)
+
+
+def test_the_expected_fingerprint_is_that_of_the_trainers_parameters() -> None:
+    parameters = _parameters()
+    whole = np.concatenate([tensor.numpy().reshape(-1) for _, tensor in parameters])
+    assert check_exports(_exports(parameters), 3) == _fingerprint_in_numpy(whole)
+
+
+def test_stale_weights_are_refused() -> None:
+    with pytest.raises(WeightSyncError, match=r"Version 4 was announced, but rank 0 exported weights of version 3\."):
+        check_exports(_exports(_parameters()), 4)
+
+
+def test_a_missing_rank_is_noticed() -> None:
+    with pytest.raises(WeightSyncError, match=r"expected ranks \[0, 1\], got \[1\]"):
+        check_exports(_exports(_parameters())[1:], 3)
+
+
+def test_a_missing_bucket_is_noticed() -> None:
+    first, second = _exports(_parameters())
+    with pytest.raises(WeightSyncError, match=r"expected buckets \[0, 1, 2, 3\], got \[0, 1, 2\]"):
+        check_exports([first, dataclasses.replace(second, buckets=second.buckets[:1])], 3)
+
+
+def test_a_parameter_left_out_of_a_bucket_is_noticed() -> None:
+    first, second = _exports(_parameters())
+    short = dataclasses.replace(second.buckets[0], names=("layer.0",), shapes=((7, 3),))
+    with pytest.raises(WeightSyncError, match="expected 5 parameters, each once; got 4"):
+        check_exports([first, dataclasses.replace(second, buckets=(short, second.buckets[1]))], 3)
+
+
+def test_ranks_that_exported_different_models_are_noticed() -> None:
+    with pytest.raises(WeightSyncError, match="disagree on num_parameters: 5 and 4"):
+        check_exports([_exports(_parameters())[0], _exports(_parameters()[:4])[1]], 3)
+
+
+def _export_sharded(rank: int, port: int) -> WeightExport:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    placements = {"embed": Shard(0), "layer.0": Shard(0), "norm": Replicate(), "layer.1": Shard(1)}
+    parameters = [
+        (name, distribute_tensor(tensor, mesh, [placements[name]]) if name in placements else tensor)
+        for name, tensor in _parameters()
+    ]
+    export = collect_weights(parameters, dtype=torch.float32, rank=rank, world_size=2, version=3, bucket_bytes=130)
+    dist.destroy_process_group()
+    return export
+
+
+def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        exports = list(pool.map(_export_sharded, range(2), [port] * 2, timeout=120))
+    # layer.0 has 7 rows on 2 ranks; norm lives on both and counts once, head is on both as a plain tensor.
+    assert check_exports(exports, 3) == check_exports(_exports(_parameters()), 3)
+    assert exports[1].fingerprint != 0
+    for (name, got), (_, sent) in zip(iterate_weights(exports), _parameters(), strict=True):
+        assert torch.equal(got, sent), name

@@ -1,0 +1,316 @@
+"""What every rollout engine has in common: prompts in, checked and padded responses out, verified weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from verl_like.protocol import DataProto
+from verl_like.workers.config import RolloutConfig, TrainedModelConfig
+from verl_like.workers.pretrained import load_config
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
+
+# Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
+
+
+class RolloutError(RuntimeError):
+    """The engine returned something that is not a response to its prompt."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Greedy decoding has temperature 0; its log-probabilities are those of temperature 1."""
+
+    n: int
+    temperature: float
+    top_k: int
+    """-1 means all tokens."""
+    top_p: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response and belong to it; empty means that every response has `max_tokens` tokens."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response: its tokens, the last of which may be a stop token, and their log-probabilities."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+
+
+class RolloutEngine(ABC):
+    """Generates responses with the trainer's weights; engines differ in how they sample and how they take weights.
+
+    `tensor_model_parallel_size` consecutive ranks make up one replica. Its ranks get the same prompts and return the
+    same responses; `dp_rank` numbers the replicas and `is_collect` marks the rank of each whose result is used.
+
+    An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, model: TrainedModelConfig, *, rank: int, world_size: int, seed: int, device: str
+    ) -> None:
+        tensor_parallel_size = config.tensor_model_parallel_size
+        if world_size % tensor_parallel_size != 0:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={tensor_parallel_size} does not divide the rollout pool's "
+                f"{world_size} processes; choose one that does."
+            )
+        self.config = config
+        self.model_config = model
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.device = device
+        self.dp_rank = rank // tensor_parallel_size
+        self.tp_rank = rank % tensor_parallel_size
+        self.is_collect = self.tp_rank == 0
+        self.hf_config = load_config(model, key="actor_rollout_ref.model")
+        for name, value in model.override_config.items():
+            setattr(self.hf_config, name, value)
+        self.eos_token_ids, self.pad_token_id = special_token_ids(model)
+        self.policy_version: int | None = None
+        """Version of the weights; None until weights were loaded and verified, and while the engine has none."""
+        self._newest_version = -1
+
+    @abstractmethod
+    def _generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+        """Draws `sampling.n` responses for each prompt; all randomness comes from `seed`."""
+
+    @abstractmethod
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Overwrites the engine's weights and forgets whatever was computed with the old ones."""
+
+    @abstractmethod
+    def _fingerprint(self) -> int:
+        """Fingerprint (see weight_sync.py) of the weights that the engine computes with."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Frees the device for training. The weights may be gone: load them again before generating."""
+
+    @abstractmethod
+    def wake_up(self) -> None:
+        """Takes the device again; `load_weights` does this by itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back everything; the engine cannot be used afterwards."""
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Draws responses for a batch of prompts.
+
+        Args:
+            prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left; meta
+                `global_steps` (int: equal steps draw equal responses) and `validate` (bool, default False: sample as
+                `rollout.val_kwargs` says). A non-tensor column `uid` is used in error messages.
+
+        Returns:
+            B * n rows, the n responses of a prompt one after the other: prompts (B*n, P), responses (B*n, R) padded on
+            the right, input_ids, attention_mask, position_ids (B*n, T), response_mask (B*n, R) int64, 1 on generated
+            tokens including the end-of-sequence token, rollout_log_probs (B*n, R) float32 under the distribution the
+            tokens were drawn from (temperature, top-k, top-p), zero on padding, and policy_version (B*n,) int64.
+
+        Raises:
+            RuntimeError: no weights were loaded.
+            ValueError: an empty or over-long prompt, or `global_steps` missing.
+            RolloutError: the engine's output is not n responses of 1 to R known tokens with finite log-probabilities.
+        """
+        if self.policy_version is None:
+            raise RuntimeError("The rollout engine has no verified weights; call load_weights before generating.")
+        if "global_steps" not in prompts.meta_info:
+            raise ValueError(
+                f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
+            )
+        validate = bool(prompts.meta_info.get("validate", False))
+        sampling = self._sampling(validate)
+        seed = step_seed(self.seed, int(prompts.meta_info["global_steps"]), self.dp_rank, validate)
+        labels = row_labels(prompts)
+        token_lists = strip_padding(prompts, labels, self.config.prompt_length)
+        groups = self._generate(token_lists, sampling, seed)
+        check_completions(groups, labels, sampling, vocab_size=self.hf_config.get_text_config().vocab_size)
+        return assemble(
+            prompts,
+            groups,
+            response_length=self.config.response_length,
+            pad_token_id=self.pad_token_id,
+            policy_version=self.policy_version,
+        )
+
+    def load_weights(self, exports: Sequence[WeightExport], version: int) -> dict[str, Any]:
+        """Replaces the engine's weights and proves that they are the trainer's.
+
+        Args:
+            exports: `collect_weights` of every trainer rank.
+            version: the version they must have, not older than what the engine had before.
+
+        Returns:
+            version, fingerprint (hexadecimal), num_bytes, seconds.
+
+        Raises:
+            WeightSyncError: the exports are stale or incomplete, or the engine ended up with other weights. It then
+                refuses to generate until a later `load_weights` succeeds.
+        """
+        start = time.perf_counter()
+        if version < self._newest_version:
+            raise WeightSyncError(
+                f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
+            )
+        expected = check_exports(exports, version)
+        self.policy_version = None
+        self._load(iterate_weights(exports))
+        loaded = self._fingerprint()
+        if loaded != expected:
+            raise WeightSyncError(
+                f"Weights of version {version} did not arrive: the trainer's fingerprint is {expected:016x}, that of "
+                f"rollout rank {self.rank} is {loaded:016x}."
+            )
+        self.policy_version = self._newest_version = version
+        return {
+            "version": version,
+            "fingerprint": f"{loaded:016x}",
+            "num_bytes": sum(export.num_bytes for export in exports),
+            "seconds": time.perf_counter() - start,
+        }
+
+    def _sampling(self, validate: bool) -> Sampling:
+        source = self.config.val_kwargs if validate else self.config
+        greedy = source.temperature == 0
+        return Sampling(
+            n=source.n,
+            temperature=source.temperature,
+            top_k=-1 if greedy or source.top_k == 0 else source.top_k,
+            top_p=1.0 if greedy else source.top_p,
+            max_tokens=self.config.response_length,
+            stop_token_ids=() if self.config.ignore_eos else self.eos_token_ids,
+        )
+
+
+def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
+    """The tokens that end a response (the tokenizer's and those of generation_config.json) and the padding token.
+
+    Raises:
+        ValueError: the tokenizer has no end-of-sequence token.
+    """
+    path = os.path.expanduser(model.tokenizer_path or model.path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"The tokenizer at {path} has no end-of-sequence token; add one to its tokenizer_config.json.")
+    try:
+        generation_eos = GenerationConfig.from_pretrained(os.path.expanduser(model.path)).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        generation_eos = None
+    more = [] if generation_eos is None else np.atleast_1d(generation_eos).tolist()
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return tuple(sorted({tokenizer.eos_token_id, *more})), pad
+
+
+def step_seed(seed: int, step: int, replica: int, validate: bool) -> int:
+    """A 63-bit seed: the same for the same arguments, unrelated for others."""
+    state = np.random.SeedSequence([seed, step, replica, int(validate)]).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
+
+
+def row_labels(prompts: DataProto) -> list[str]:
+    """How error messages call each row: its index, and its uid where there is one."""
+    uids = prompts.non_tensor_batch.get("uid")
+    return [f"row {i}" + ("" if uids is None else f" (uid {uids[i]})") for i in range(len(prompts))]
+
+
+def strip_padding(prompts: DataProto, labels: Sequence[str], prompt_length: int) -> list[list[int]]:
+    """Each prompt's tokens without the padding on its left.
+
+    Raises:
+        ValueError: a prompt is empty, or longer than `prompt_length`.
+    """
+    mask_BP = prompts.batch["attention_mask"].bool()
+    token_lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], mask_BP, strict=True)]
+    for label, token_ids in zip(labels, token_lists, strict=True):
+        if not 0 < len(token_ids) <= prompt_length:
+            raise ValueError(
+                f"The prompt of {label} has {len(token_ids)} tokens, but 1 to rollout.prompt_length={prompt_length} "
+                "are allowed; filter or truncate the dataset, or raise data.max_prompt_length."
+            )
+    return token_lists
+
+
+def check_completions(
+    groups: Sequence[Sequence[Completion]], labels: Sequence[str], sampling: Sampling, *, vocab_size: int
+) -> None:
+    """Refuses whatever is not `sampling.n` responses per prompt, each 1 to R known tokens with finite log-probs.
+
+    Raises:
+        RolloutError: names the row, its uid and the response.
+    """
+    if len(groups) != len(labels):
+        raise RolloutError(f"The rollout engine answered {len(groups)} of {len(labels)} prompts.")
+    for label, group in zip(labels, groups, strict=True):
+        if len(group) != sampling.n:
+            raise RolloutError(f"The rollout engine returned {len(group)} responses for {label}, not n={sampling.n}.")
+        for k, completion in enumerate(group):
+            who = f"Response {k} of {label}"
+            length = len(completion.token_ids)
+            if not 1 <= length <= sampling.max_tokens:
+                raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
+            if not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
+                raise RolloutError(
+                    f"{who} has tokens outside of the vocabulary of {vocab_size}: {completion.token_ids}."
+                )
+            if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
+                raise RolloutError(
+                    f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
+                    f"which does not end a response (those that do: {sampling.stop_token_ids})."
+                )
+            if len(completion.log_probs) != length or not all(map(math.isfinite, completion.log_probs)):
+                raise RolloutError(f"{who} has {length} tokens but log-probabilities {list(completion.log_probs)}.")
+
+
+def assemble(
+    prompts: DataProto,
+    groups: Sequence[Sequence[Completion]],
+    *,
+    response_length: int,
+    pad_token_id: int,
+    policy_version: int,
+) -> DataProto:
+    """Pads the responses on the right and puts them beside their prompts; see `RolloutEngine.generate_sequences`."""
+    n = len(groups[0])
+    completions = [completion for group in groups for completion in group]
+    shape = (len(completions), response_length)
+    responses = np.full(shape, pad_token_id, dtype=np.int64)
+    response_mask = np.zeros(shape, dtype=np.int64)
+    log_probs = np.zeros(shape, dtype=np.float32)
+    for row, completion in enumerate(completions):
+        length = len(completion.token_ids)
+        responses[row, :length] = completion.token_ids
+        response_mask[row, :length] = 1
+        log_probs[row, :length] = completion.log_probs
+
+    prompt_ids, prompt_mask, prompt_positions = (
+        prompts.batch[name].repeat_interleave(n, dim=0) for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    # Positions go on counting over the padding, as in verl; nothing attends to them.
+    response_positions = prompt_positions[:, -1:] + torch.arange(1, response_length + 1)
+    responses_NR, mask_NR = torch.from_numpy(responses), torch.from_numpy(response_mask)
+    return DataProto.from_single_dict(
+        {
+            "prompts": prompt_ids,
+            "responses": responses_NR,
+            "input_ids": torch.cat([prompt_ids, responses_NR], dim=1),
+            "attention_mask": torch.cat([prompt_mask, mask_NR], dim=1),
+            "position_ids": torch.cat([prompt_positions, response_positions], dim=1),
+            "response_mask": mask_NR,
+            "rollout_log_probs": torch.from_numpy(log_probs),
+            "policy_version": torch.full((len(completions),), policy_version, dtype=torch.int64),
+        }
+    )

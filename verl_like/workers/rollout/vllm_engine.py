@@ -1,0 +1,289 @@
+"""Rollout engine on vLLM, in this process: the CPU build on CPU, CUDA on GPU, tensor parallel over processes."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_like.workers.rollout.base import Completion, RolloutEngine, Sampling
+from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
+
+_CPU_KV_BLOCK_TOKENS = 128
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+
+
+class VllmEngine(RolloutEngine):
+    """One vLLM per process. The processes of a replica compute in lockstep: same prompts, seed and result."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if dist.is_initialized():
+            raise RuntimeError(
+                "vLLM makes this process's torch.distributed groups, but another role made them already; give the "
+                "rollout role processes of its own."
+            )
+        self._import_vllm()
+        self._rendezvous: dist.TCPStore | None = None
+        self._asleep = False
+        with self._replica_environment():
+            self.llm = self._start()
+        self._call(_watch_loading)
+
+    def _import_vllm(self) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            extra = "gpu" if self.device == "cuda" else "cpu"
+            raise ModuleNotFoundError(
+                f"rollout.name=vllm needs the package vllm, which is not installed: pip install -e '.[{extra}]', or "
+                "set rollout.name=hf."
+            )
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self.device == "cpu":
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the process's share of the cores is set by its group
+            # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it ever saves on CPU.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+    def _start(self) -> Any:
+        import vllm
+
+        config, on_cpu = self.config, self.device == "cpu"
+        if on_cpu:
+            self._check_head_size()
+        return vllm.LLM(
+            model=os.path.expanduser(self.model_config.path),
+            hf_overrides=self.model_config.override_config,
+            trust_remote_code=self.model_config.trust_remote_code,
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            generation_config="vllm",  # no sampling default of the model's own
+            load_format="dummy",
+            dtype=config.dtype,
+            seed=self.seed,
+            tensor_parallel_size=config.tensor_model_parallel_size,
+            distributed_executor_backend="uni" if config.tensor_model_parallel_size == 1 else "external_launcher",
+            max_model_len=config.max_model_len or config.prompt_length + config.response_length,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enforce_eager=config.enforce_eager or on_cpu,
+            enable_sleep_mode=config.free_cache_engine and not on_cpu,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_memory_bytes=self._cpu_kv_cache_bytes() if on_cpu else None,
+            logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
+            disable_log_stats=True,
+        )
+
+    def _check_head_size(self) -> None:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        supported = CPUAttentionBackend.get_supported_head_sizes()
+        head_size = _head_size(self.hf_config.get_text_config())
+        if head_size not in supported:
+            raise ValueError(
+                f"vLLM's CPU attention has no kernel for head_dim={head_size} of {self.model_config.path}; it has "
+                f"{supported}. Use a model with one of these, or rollout.name=hf."
+            )
+
+    def _cpu_kv_cache_bytes(self) -> int:
+        """Cache for `max_num_seqs` sequences of full length, at most the configured share of the free memory.
+
+        On CPU vLLM would otherwise take `gpu_memory_utilization` of the whole machine for each process.
+        """
+        model, config = self.hf_config.get_text_config(), self.config
+        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+        heads = max(1, heads // config.tensor_model_parallel_size)
+        itemsize = getattr(torch, config.dtype).itemsize
+        bytes_per_token = 2 * model.num_hidden_layers * heads * _head_size(model) * itemsize
+        length = config.max_model_len or config.prompt_length + config.response_length
+        blocks_per_sequence = -(-length // _CPU_KV_BLOCK_TOKENS)
+        blocks = config.max_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token, int(config.gpu_memory_utilization * free))
+
+    @contextlib.contextmanager
+    def _replica_environment(self) -> Iterator[None]:
+        """Shows vLLM the replica's own ranks and rendezvous address instead of the whole group's, while it starts."""
+        if self.config.tensor_model_parallel_size == 1:
+            yield
+            return
+        address, port = self._meet_replica()
+        # Where each process sees one GPU, that GPU is number 0 whatever the local rank is.
+        local_rank = "0" if torch.cuda.device_count() == 1 else os.environ.get("LOCAL_RANK", str(self.tp_rank))
+        replica = {
+            "RANK": str(self.tp_rank),
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": str(self.config.tensor_model_parallel_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+        }
+        group = {name: os.environ.get(name) for name in replica}
+        os.environ.update(replica)
+        try:
+            yield
+        finally:
+            for name, value in group.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def _meet_replica(self) -> tuple[str, str]:
+        """The first process of each replica tells the others, over the group's address, where the replica meets."""
+        from vllm.utils.network_utils import get_ip, get_open_port
+
+        # Kept for the engine's lifetime: the others may read it after rank 0 has gone on.
+        self._rendezvous = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=self.rank == 0,
+            wait_for_workers=False,
+            timeout=_RENDEZVOUS_TIMEOUT,
+        )
+        key = f"rollout_replica_{self.dp_rank}"
+        if self.tp_rank == 0:
+            self._rendezvous.set(key, f"{get_ip()} {get_open_port()}")
+        address, port = self._rendezvous.get(key).decode().split()
+        return address, port
+
+    def _call(self, function: Callable[[Any], Any]) -> Any:
+        """Runs `function(vllm_worker)` in this process's vLLM worker."""
+        return self.llm.collective_rpc(function)[0]
+
+    def _generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+        import vllm
+
+        # vLLM draws from torch's default generators. Seeding a request would give it a generator of its own, and vLLM
+        # then samples row by row, many times slower.
+        torch.manual_seed(seed)
+        outputs = self.llm.generate(
+            [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
+            vllm.SamplingParams(
+                n=sampling.n,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # stop_token_ids alone say what ends a response
+                logprobs=0,  # of the drawn token only
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            ),
+            use_tqdm=False,
+        )
+        return [
+            [
+                Completion(list(output.token_ids), output.logprobs.logprobs)
+                for output in sorted(request.outputs, key=lambda output: output.index)
+            ]
+            for request in outputs
+        ]
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self._asleep:
+            self.llm.wake_up(tags=["weights"])
+        self._call(lambda worker: _reload(worker, weights))
+        self.wake_up()
+        self.llm.reset_prefix_cache()
+
+    def _fingerprint(self) -> int:
+        return self._call(_loaded_fingerprint)
+
+    def sleep(self) -> None:
+        if self.config.free_cache_engine and self.device == "cuda":
+            # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones.
+            self.policy_version = None
+            self.llm.sleep(level=2)
+            self._asleep = True
+
+    def wake_up(self) -> None:
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+def _head_size(text_config: Any) -> int:
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+
+
+def _watch_loading(worker: Any) -> None:
+    """Takes each layer's fingerprint after it was loaded and before it is prepared for the device's kernels.
+
+    The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
+    so this is the last moment at which they can be compared with the trainer's.
+    """
+    for module in worker.model_runner.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading = _fingerprint_then(method.process_weights_after_loading)
+
+
+def _fingerprint_then(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+    def fingerprint_then_prepare(layer: Any) -> None:
+        layer.loaded_fingerprints = {
+            parameter_name: fingerprint_tensor(_counted_part(layer, parameter_name, parameter))
+            for parameter_name, parameter in layer.named_parameters(recurse=False)
+        }
+        prepare(layer)
+
+    return fingerprint_then_prepare
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    # The model's `load_weights` works only once, on the tensors it was built with; this call restores them first.
+    worker.reload_weights(weights_iterator=weights)
+    model = worker.model_runner.get_model()
+    head = getattr(model, "lm_head", None)
+    if head is not None and worker.model_config.hf_text_config.tie_word_embeddings:
+        # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it would go on computing
+        # with the packed copy of the weights before.
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _loaded_fingerprint(worker: Any) -> int:
+    """Fingerprint of the whole model; with tensor parallelism the sum over the replica's shards."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    model = worker.model_runner.get_model()
+    total = 0
+    for name, parameter in model.named_parameters():  # lists tied parameters once
+        module_name, _, parameter_name = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if parameter_name in getattr(module, "loaded_fingerprints", {}):
+            total += module.loaded_fingerprints[parameter_name]
+        elif parameter.numel() > 0:
+            total += fingerprint_tensor(_counted_part(module, parameter_name, parameter))
+        else:
+            raise WeightSyncError(f"vLLM's parameter {name} was never loaded: it is not among the exported weights.")
+    group = get_tp_group()
+    signed = torch.tensor((total + 2**63) % 2**64 - 2**63, dtype=torch.int64)
+    if group.world_size > 1:
+        dist.all_reduce(signed, group=group.cpu_group)
+    return int(signed) % 2**64
+
+
+def _counted_part(module: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this process answers for: of the copies in a replica, one counts."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    tp_rank = get_tensor_model_parallel_rank()
+    if isinstance(module, QKVParallelLinear):
+        copies = module.num_kv_head_replicas
+        return parameter if tp_rank % copies == 0 else parameter[: module.num_heads * module.head_size]
+    if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+        return parameter
+    if isinstance(module, RowParallelLinear) and name == "weight":
+        return parameter
+    return parameter if tp_rank == 0 else parameter[:0]
