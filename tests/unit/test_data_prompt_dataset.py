@@ -1,0 +1,271 @@
+"""Reading, checking and tokenising prompts."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl_like.data import PromptDataset
+
+ROOT = Path(__file__).parents[2]
+# One token a character; a user message "abc" becomes "U", "a", "b", "c", "A": two tokens more than its length.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message.role[0] | upper }}{{ message.content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ start | default('A') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = {character: index for index, character in enumerate("~" + "".join(map(chr, range(32, 126))))}
+    backend = Tokenizer(models.WordLevel(alphabet, unk_token="~"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="}", unk_token="~")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def row(content: str = "what?", **changes: Any) -> dict[str, Any]:
+    fields = {
+        "data_source": "test/source",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    return {key: value for key, value in {**fields, **changes}.items() if value != "absent"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text(json.dumps(rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_all_formats_give_the_same_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str) -> None:
+    file = write(
+        tmp_path / f"rows{suffix}", [row("ab"), row("cde", reward_model={"style": "rule", "ground_truth": "8"})]
+    )
+    dataset = PromptDataset(file, tokenizer, max_prompt_length=8)
+    assert len(dataset) == 2
+    assert dataset[1] == {
+        "index": 1,
+        "input_ids": tokenizer.convert_tokens_to_ids(list("UcdeA")),
+        "raw_prompt": [{"role": "user", "content": "cde"}],
+        "data_source": "test/source",
+        "reward_model": {"style": "rule", "ground_truth": "8"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+
+
+def test_the_tokens_are_those_of_the_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    file = write(tmp_path / "rows.jsonl", [row(prompt=messages)])
+    dataset = PromptDataset(file, tokenizer, apply_chat_template_kwargs={"start": "B:"})
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, start="B:")
+    assert dataset[0]["input_ids"] == expected["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(dataset[0]["input_ids"]) == list("Sbe briefUwhy?B:")
+
+
+def test_keys_that_parquet_adds_for_other_rows_do_not_reach_the_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    named = {"role": "user", "content": "hi", "name": "Ann"}
+    file = write(tmp_path / "rows.parquet", [row(prompt=[named]), row("ho")])
+    dataset = PromptDataset(file, tokenizer)
+    assert dataset[0]["raw_prompt"] == [named]
+    assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "ho"}]
+
+
+def test_several_files_max_samples_and_other_field_names(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    renamed = {**row("x", prompt="absent", data_source="absent"), "chat": row("x")["prompt"], "origin": "here"}
+    files = [write(tmp_path / "a.jsonl", [renamed] * 2), write(tmp_path / "b.parquet", [renamed] * 3)]
+    keys = {"prompt_key": "chat", "reward_fn_key": "origin"}
+    assert len(PromptDataset(files, tokenizer, **keys)) == 5
+    dataset = PromptDataset(files, tokenizer, max_samples=3, **keys)
+    assert len(dataset) == 3 and dataset[2]["data_source"] == "here"
+
+
+def test_collate_pads_on_the_left_and_names_rows_by_epoch_and_index(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [row("abc"), row("d", extra_info=None), row("ef")])
+    dataset = PromptDataset(file, tokenizer, max_prompt_length=6)
+    batch = dataset.collate([dataset[2], dataset[1]], epoch=4)
+    pad, (u, e, f, d, a) = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(list("UefdA"))
+    assert batch.batch["input_ids"].tolist() == [[pad, pad, u, e, f, a], [pad, pad, pad, u, d, a]]
+    assert batch.batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 1, 2]]
+    assert {column.dtype for column in batch.batch.values()} == {torch.int64}
+    assert batch.non_tensor_batch["uid"].tolist() == ["4-2", "4-1"]
+    assert batch.non_tensor_batch["data_source"].tolist() == ["test/source"] * 2
+    assert batch.non_tensor_batch["reward_model"][0] == {"style": "rule", "ground_truth": "7"}
+    assert batch.non_tensor_batch["extra_info"].tolist() == [{"split": "train", "index": 0}, {}]
+    assert batch.non_tensor_batch["raw_prompt"][1] == [{"role": "user", "content": "d"}]
+    assert all(column.dtype == np.dtype(object) for column in batch.non_tensor_batch.values())
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "defghA"), ("right", "Uabcde"), ("middle", "UabghA")])
+def test_overlong_prompts_are_cut_and_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, truncation: Any, kept: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [row("ab"), row("abcdefgh")])
+    dataset = PromptDataset(file, tokenizer, max_prompt_length=6, truncation=truncation)
+    assert tokenizer.convert_ids_to_tokens(dataset[1]["input_ids"]) == list(kept)
+    assert tokenizer.convert_ids_to_tokens(dataset[0]["input_ids"]) == list("UabA")
+    assert (dataset.num_truncated, dataset.num_filtered) == (1, 0)
+
+
+def test_middle_truncation_to_an_odd_length_keeps_one_token_more_of_the_end(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [row("abcdefgh")])
+    dataset = PromptDataset(file, tokenizer, max_prompt_length=5, truncation="middle")
+    assert tokenizer.convert_ids_to_tokens(dataset[0]["input_ids"]) == list("UaghA")
+
+
+def test_overlong_prompts_are_filtered_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "rows.jsonl", [row("abcdefgh"), row("ab"), row("abcd")])
+    dataset = PromptDataset(file, tokenizer, max_prompt_length=6, filter_overlong_prompts=True)
+    assert [dataset[index]["raw_prompt"][0]["content"] for index in range(len(dataset))] == ["ab", "abcd"]
+    assert (dataset.num_filtered, dataset.num_truncated) == (1, 0)
+    with pytest.raises(ValueError, match=r"all 3 prompts of .* longer than data.max_prompt_length=2"):
+        PromptDataset(file, tokenizer, max_prompt_length=2, filter_overlong_prompts=True)
+
+
+def test_an_overlong_prompt_is_an_error_that_names_the_row_and_the_fixes(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [row("ab"), row("abcdef"), row("abcdefgh")])
+    with pytest.raises(ValueError) as error:
+        PromptDataset(file, tokenizer, max_prompt_length=6)
+    message = str(error.value)
+    assert f"{file}, row 1: the prompt has 8 tokens, more than data.max_prompt_length=6" in message
+    assert "2 of 3 prompts are too long, the longest has 10" in message
+    fixes = ("data.max_prompt_length=10", "data.filter_overlong_prompts=True", "truncation=left", "truncation=right")
+    assert all(fix in message for fix in fixes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "absent"}, "field 'prompt' is nothing, expected a list of chat messages .*set data.prompt_key"),
+        ({"prompt": "why?"}, "field 'prompt' is str 'why\\?', expected a list of chat messages"),
+        ({"prompt": []}, "field 'prompt' is an empty list, expected a list of chat messages"),
+        ({"prompt": ["why?"]}, r"field prompt\[0\] is str 'why\?', expected a chat message"),
+        ({"prompt": [{"role": "user"}]}, r"field prompt\[0\]\['content'\] is nothing, expected a string"),
+        ({"prompt": [{"role": 1, "content": ""}]}, r"field prompt\[0\]\['role'\] is int 1, expected a string"),
+        ({"data_source": "absent"}, "field 'data_source' is nothing, expected a string"),
+        ({"data_source": 3}, "field 'data_source' is int 3, expected a string"),
+        ({"reward_model": "absent"}, "field 'reward_model' is nothing, expected .*ground_truth"),
+        ({"reward_model": "7"}, "field 'reward_model' is str '7', expected"),
+        (
+            {"reward_model": {"style": "rule"}},
+            r"reward_model\['ground_truth'\] is nothing, expected the expected answer",
+        ),
+        ({"extra_info": "index 3"}, "field 'extra_info' is str 'index 3', expected an object"),
+    ],
+)
+def test_a_malformed_row_is_named_with_field_and_expectation(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, changes: dict[str, Any], message: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [row(), row(**changes)])
+    with pytest.raises(ValueError) as error:
+        PromptDataset(file, tokenizer)
+    assert str(error.value).startswith(f"{file}, row 1: ")
+    assert re.search(message, str(error.value))
+
+
+def test_a_row_for_a_reward_model_needs_no_ground_truth(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "rows.jsonl", [row(reward_model={"style": "model"})])
+    assert PromptDataset(file, tokenizer)[0]["reward_model"] == {"style": "model"}
+
+
+def test_a_chat_template_failure_is_raised_with_the_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "rows.jsonl", [row(), row(prompt=[{"role": "tool", "content": "3"}])])
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 1: the chat template .* on roles \['tool'\].*no tools here"):
+        PromptDataset(file, tokenizer, filter_overlong_prompts=True)
+
+
+def test_a_tokenizer_without_chat_template_or_padding_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [row()])
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match=r"no chat template: .*actor_rollout_ref.model.tokenizer_path"):
+        PromptDataset(file, bare)
+    bare.chat_template = TEMPLATE
+    with pytest.raises(ValueError, match="neither a padding nor an end-of-sequence token"):
+        PromptDataset(file, bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.parquet", None, "does not exist"),
+        ("rows.csv", b"a,b", r"ends in '.csv', expected .parquet, .jsonl or .json"),
+        ("rows.parquet", b"not parquet at all", "is not a readable Parquet file"),
+        ("rows.jsonl", b'{"a": 1}\n\xff\xfe', r"row 1: not JSON in UTF-8: .*utf-8"),
+        ("rows.jsonl", b'{"a": 1}\n{"a":', r"row 1: not JSON in UTF-8"),
+        ("rows.jsonl", b"[1, 2]\n", r"row 0: the row is list \[1, 2\], expected an object"),
+        ("rows.json", b'{"a": 1}', r"holds dict .*expected a list of rows"),
+        ("rows.jsonl", b"\n", r"no rows in .*rows.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        PromptDataset(str(tmp_path / name), tokenizer)
+    assert re.search(message, str(error.value), re.DOTALL) and name in str(error.value)
+
+
+def test_a_parquet_file_with_bad_text_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = pa.StringArray.from_buffers(1, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"\xff\xfe"))
+    pq.write_table(pa.table({"data_source": text}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows.parquet is not a readable Parquet file: .*utf-8"):
+        PromptDataset(str(tmp_path / "rows.parquet"), tokenizer)
+
+
+def test_settings_out_of_range_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"no rows in data files \(none given\)"):
+        PromptDataset([], tokenizer)
+    with pytest.raises(ValueError, match=r"data.truncation is 'centre', expected error, left, right or middle"):
+        PromptDataset([], tokenizer, truncation="centre")  # type: ignore[arg-type]
+
+
+def test_the_gsm8k_script_writes_rows_that_load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = {
+        "question": "A pen costs $500. How much are 3 pens?",
+        "answer": "3 * 500 = <<3*500=1500>>1500\n#### 1,500",
+    }
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(sample) + "\n")
+    script = [sys.executable, str(ROOT / "examples/data_preprocess/gsm8k.py")]
+    arguments = ["--local_dir", str(tmp_path), "--out_dir", str(tmp_path / "out")]
+    subprocess.run([*script, *arguments], check=True, capture_output=True, timeout=60)
+    dataset = PromptDataset([str(tmp_path / "out" / f"{split}.parquet") for split in ("train", "test")], tokenizer)
+    assert len(dataset) == 2
+    assert dataset[1]["data_source"] == "openai/gsm8k"
+    assert dataset[1]["reward_model"] == {"style": "rule", "ground_truth": "1500"}
+    assert dataset[1]["extra_info"] == {"split": "test", "index": 0, **sample}
+    assert dataset[1]["raw_prompt"][0]["content"].endswith('output the final answer after "####".')
