@@ -97,7 +97,7 @@ def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> Da
         result.pop(batch_keys=[PAD_COLUMN])
     if len(result) % shard.num_rows:
         raise ValueError(
-            f"{method} returned {len(result)} rows for {shard.num_rows} input rows, some of them padding: return equally "
+            f"{method} returned {len(result)} rows for {shard.num_rows} input rows, padding included: return as "
             "many rows per input row, in order, or give a batch whose size the number of ranks divides"
         )
     return result.rows(0, shard.num_real_rows * (len(result) // shard.num_rows))

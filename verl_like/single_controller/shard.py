@@ -79,18 +79,14 @@ class ForwardedFuture:
 
 
 def column_names(data: DataProto) -> set[str]:
-    return set(tensor_names(data)) | set(data.non_tensor_batch)
-
-
-def tensor_names(data: DataProto) -> list[str]:
-    return [] if data.batch is None else [str(name) for name in data.batch.keys()]  # noqa: SIM118 iterates over rows
+    return {*data.tensors(), *data.non_tensor_batch}
 
 
 def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
     """Those of `columns` that exist, and the padding marks; meta_info is kept whole."""
     keep = {*columns, PAD_COLUMN}
     return data.select(
-        batch_keys=[name for name in tensor_names(data) if name in keep],
+        batch_keys=[name for name in data.tensors() if name in keep],
         non_tensor_batch_keys=[name for name in data.non_tensor_batch if name in keep],
     )
 
@@ -113,6 +109,6 @@ def _locate_rows(part_rows: list[int], first: int, count: int) -> list[tuple[int
 
 
 def _with_pad_column(data: DataProto, is_pad: torch.Tensor) -> DataProto:
-    tensors: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
+    tensors = data.tensors()
     tensors[PAD_COLUMN] = is_pad | tensors[PAD_COLUMN] if PAD_COLUMN in tensors else is_pad
     return DataProto(TensorDict(tensors, batch_size=[len(is_pad)]), data.non_tensor_batch, data.meta_info)

@@ -18,6 +18,10 @@ from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 
+# Smaller batches travel inside the call: reading the object store takes a rank longer than unpickling them.
+_INLINE_BYTES = 16 * 1024
+
+
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class and its constructor's arguments, for RayWorkerGroup."""
 
@@ -165,6 +169,9 @@ class RayWorkerGroup(WorkerGroup):
         return self.hosts.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
 
     def put(self, data: DataProto) -> Any:
+        num_bytes = sum(tensor.nbytes for tensor in data.tensors().values())
+        if num_bytes <= _INLINE_BYTES and not data.non_tensor_batch:  # the size of objects is not known
+            return data
         return ray.put(data)
 
     def submit(
