@@ -17,7 +17,6 @@ from verl_like.single_controller.ray.hosts import START_DEADLINE_S, RayHosts
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
-
 # Smaller batches travel inside the call: reading the object store takes a rank longer than unpickling them.
 _INLINE_BYTES = 16 * 1024
 
