@@ -14,7 +14,7 @@ placement=colocated|split and device=cuda|cpu. docs/config.md explains every key
 
 def config_from_command_line(arguments: list[str]) -> PPOConfig:
     """The checked configuration; exits with code 2 and the reason if there is none, with 0 after --print-config."""
-    parser = argparse.ArgumentParser(prog="python -m verl_like.trainer.main_ppo", description=USAGE)
+    parser = argparse.ArgumentParser(prog="python -m verl_like.trainer.main_ppo", description=USAGE, allow_abbrev=False)
     parser.add_argument("--config-dir", help="folder of your own YAML files")
     parser.add_argument("--config-name", default="ppo_trainer", help="the YAML file to start from")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
@@ -23,24 +23,15 @@ def config_from_command_line(arguments: list[str]) -> PPOConfig:
     try:
         config = load_config(options.overrides, options.config_name.removesuffix(".yaml"), options.config_dir)
     except ConfigError as error:
-        refuse(error)
+        parser.exit(2, f"The configuration cannot run:\n{error}\n")
     if options.print_config:
         sys.stdout.write(to_yaml(config))
         sys.exit(0)
     return config
 
 
-def refuse(error: ConfigError) -> None:
-    """Says what is wrong with the configuration and exits with code 2."""
-    sys.stderr.write(f"The configuration cannot run:\n{error}\n")
-    sys.exit(2)
-
-
 if __name__ == "__main__":
     config = config_from_command_line(sys.argv[1:])
-    from verl_like.trainer.ppo_trainer import run_ppo  # torch, Ray and vLLM load only for a configuration that can run
+    from verl_like.trainer.run_ppo import run_ppo  # torch, Ray and vLLM load only for a configuration that can run
 
-    try:
-        sys.exit(run_ppo(config))
-    except ConfigError as error:
-        refuse(error)
+    sys.exit(run_ppo(config))

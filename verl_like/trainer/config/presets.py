@@ -33,8 +33,8 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
     key, odd = ("trainer.n_gpus_per_node", n_gpus_per_node) if nnodes == 1 else ("trainer.nnodes", nnodes)
     problem = (
         f"placement=split gives one half of the devices to the policy and the other half to the critic, but "
-        f"trainer.nnodes={nnodes} x trainer.n_gpus_per_node={n_gpus_per_node} has no two equal halves: one node is halved "
-        f"inside, several nodes as whole nodes."
+        f"trainer.nnodes={nnodes} x trainer.n_gpus_per_node={n_gpus_per_node} has no two equal halves: one node is "
+        f"halved inside, several nodes as whole nodes."
     )
     if odd == 1:
         raise ConfigError(f"{problem} Set {key}=2 or more, or placement=colocated.")

@@ -147,9 +147,9 @@ class TrainerConfig(ConfigModel):
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: MinusOneOrPositive = -1
-    """Training steps between validations; -1 means only at the end."""
+    """Training steps between validations, the last of which follows the last step; -1 means none."""
     save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means none."""
+    """Training steps between checkpoints; -1 means only one, after the last step."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3

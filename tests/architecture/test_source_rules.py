@@ -1,0 +1,53 @@
+"""Rules of the charter that a look at the syntax tree can enforce."""
+
+import ast
+
+from source_tree import PACKAGE, ROOT, parse, python_files, relative
+
+
+def calls(tree: ast.AST) -> list[tuple[int, str]]:
+    return [(n.lineno, ast.unparse(n.func)) for n in ast.walk(tree) if isinstance(n, ast.Call)]
+
+
+def offenders(names: set[str]) -> list[str]:
+    return [f"{relative(path)}:{line} {name}" for path in python_files() for line, name in calls(parse(path)) if name in names]
+
+
+def test_nothing_is_printed_outside_the_console():
+    assert not offenders({"print"}), "use the run's console, or logging in a worker"
+
+
+def test_no_untrusted_text_is_evaluated_and_no_pickle_is_loaded():
+    assert not offenders({"eval", "exec", "pickle.load", "pickle.loads", "cloudpickle.loads", "torch.load", "torch.save"})
+
+
+def test_remote_code_is_never_switched_on_in_the_source():
+    found = [relative(p) for p in python_files(PACKAGE, ROOT / "examples") if "trust_remote_code=True" in p.read_text()]
+    assert not found
+
+
+def test_no_module_assigns_into_a_third_party_module():
+    violations = []
+    for path in python_files():
+        tree = parse(path)
+        modules = {alias.asname or alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+        for node in ast.walk(tree):
+            for target in node.targets if isinstance(node, ast.Assign) else []:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in modules:
+                    violations.append(f"{relative(path)}:{node.lineno} {ast.unparse(target)}")
+    assert not violations, f"third-party modules are not patched: {violations}"
+
+
+def test_placement_words_stay_out_of_workers_and_algorithms():
+    found = [
+        f"{relative(path)} mentions {word}"
+        for path in python_files(PACKAGE / "workers", PACKAGE / "algorithms")
+        for word in ("resource_pool", "role_mapping", "colocate")
+        if word in path.read_text()
+    ]
+    assert not found, "placement is configuration and the controller's business"
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [relative(p) for p in python_files() if p.name != "__init__.py" and not ast.get_docstring(parse(p))]
+    assert not silent

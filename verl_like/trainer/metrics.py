@@ -1,0 +1,91 @@
+"""Step and validation metrics computed on the driver, under verl's names."""
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from verl_like.protocol import DataProto, Metric
+
+
+def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> dict[str, Metric]:
+    """Scores, rewards, advantages, lengths and log-prob drift of one training batch.
+
+    `batch` holds `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`, `returns` (all B R),
+    `attention_mask` (B T) and, when there is a critic, `values` (B R).
+    """
+    columns = batch.batch
+    mask_BR = columns["response_mask"].bool()
+    prompt_lengths_B = columns["attention_mask"][:, : -mask_BR.shape[1]].sum(-1).float()
+    response_lengths_B = mask_BR.sum(-1).float()
+    metrics = {
+        **_mean_max_min("critic/score", columns["token_level_scores"].sum(-1)),
+        **_mean_max_min("critic/rewards", columns["token_level_rewards"].sum(-1)),
+        **_mean_max_min("critic/advantages", columns["advantages"][mask_BR]),
+        **_mean_max_min("critic/returns", columns["returns"][mask_BR]),
+        **_mean_max_min("response_length", response_lengths_B),
+        **_mean_max_min("prompt_length", prompt_lengths_B),
+        "response_length/clip_ratio": _mean(response_lengths_B == max_response_length),
+        "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
+        "perf/total_num_tokens": Metric.sum(float(columns["attention_mask"].sum())),
+        **_drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR),
+    }
+    if "values" in columns:
+        returns, values = columns["returns"][mask_BR], columns["values"][mask_BR]
+        metrics |= _mean_max_min("critic/values", values)
+        unexplained = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)
+        metrics["critic/vf_explained_var"] = Metric.mean(1.0 - unexplained.item())
+    return metrics
+
+
+def validation_metrics(
+    data_sources: list[str], prompt_ids: list[str], variables: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean` when N > 1.
+
+    `variables` maps a name ("reward", and whatever the reward function added, such as "acc") to float values (B,).
+    The core variable is "acc" where the reward function reports it, else "reward"; the others go to `val-aux/`.
+    """
+    core = "acc" if "acc" in variables else "reward"
+    metrics: dict[str, float] = {}
+    for name, values_B in variables.items():
+        groups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for source, prompt_id, value in zip(data_sources, prompt_ids, values_B, strict=True):
+            groups[source][prompt_id].append(float(value))
+        for source, samples_of in groups.items():
+            num_samples = max(len(samples) for samples in samples_of.values())
+            prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
+            metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean([np.mean(s) for s in samples_of.values()]))
+            if num_samples > 1:
+                metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean([max(s) for s in samples_of.values()]))
+    return metrics
+
+
+def _mean(values: torch.Tensor) -> Metric:
+    return Metric.mean(values.float().mean().item() if values.numel() else float("nan"), weight=values.numel())
+
+
+def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
+    if not values.numel():  # every sample of the batch was skipped
+        return {}
+    return {
+        f"{name}/mean": _mean(values),
+        f"{name}/max": Metric.max(values.max().item()),
+        f"{name}/min": Metric.min(values.min().item()),
+    }
+
+
+def _drift(rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR: torch.Tensor) -> dict[str, Metric]:
+    """How far the engine's token probabilities are from the trainer's, on the very same weights."""
+    rollout, actor = rollout_log_probs[mask_BR].exp(), old_log_probs[mask_BR].exp()
+    if rollout.numel() < 2:
+        return {}
+    difference = (rollout - actor).abs()
+    return {
+        "training/rollout_probs_diff_mean": _mean(difference),
+        "training/rollout_probs_diff_max": Metric.max(difference.max().item()),
+        "training/rollout_probs_diff_std": Metric.mean(difference.std().item()),
+        "training/rollout_actor_probs_pearson_corr": Metric.mean(
+            torch.corrcoef(torch.stack([rollout, actor]))[0, 1].item()
+        ),
+    }

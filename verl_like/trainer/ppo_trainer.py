@@ -1,0 +1,250 @@
+"""The PPO dataflow: one driver, worker groups on resource pools, and futures for what does not depend on each other."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.algorithms.advantages import AdvantageInputs, get_adv_estimator_fn
+from verl_like.algorithms.kl import apply_kl_penalty, get_kl_controller
+from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.data.sampler import EpochSampler
+from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
+from verl_like.single_controller.ray.worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.metrics import batch_metrics, validation_metrics
+from verl_like.trainer.roles import Role, process_groups
+from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.scoring import RuleScorer
+
+
+class RayPPOTrainer:
+    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, for every placement.
+
+    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A role that
+    PPO does not know (one of the user's own) takes part through its registered method `annotate`: it is called with
+    the generated batch, next to the reference and the critic, and the columns it writes join the batch; a column
+    `<role>_scores` (B R) is added to the reward.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: dict[str, RayClassWithInitArgs],
+        resource_pool_manager: ResourcePoolManager,
+        train_dataset: PromptDataset,
+        val_dataset: PromptDataset,
+        rule_scorer: RuleScorer | None,
+        recorder: RunRecorder,
+        ray_worker_group_cls: Callable[..., RayWorkerGroup] = RayWorkerGroup,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
+        self.rule_scorer = rule_scorer
+        self.recorder = recorder
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.sampler = EpochSampler(
+            len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
+        )
+        self.estimate_advantages = get_adv_estimator_fn(config.algorithm.adv_estimator)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.groups: dict[str, RayWorkerGroup] = {}
+        self.global_step = 0
+
+    def init_workers(self) -> None:
+        """Starts the processes of every pool and loads the models; groups load at the same time."""
+        for _, roles in process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping}):
+            group = self.ray_worker_group_cls(
+                self.resource_pool_manager.get_resource_pool(roles[0]),
+                create_colocated_worker_cls({role: self.role_worker_mapping[role] for role in roles}),
+                deadline_s=self.config.trainer.call_timeout_s,
+                on_call=self.recorder.timeline.record,
+            )
+            self.groups |= group.spawn(roles)
+        self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
+        self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
+        self.reward_model = self.groups.get(Role.RewardModel)
+        self.annotators = [group for role, group in self.groups.items() if role not in list(Role)]
+        for future in [group.init_model.remote() for group in self.groups.values()]:
+            future.get()
+        self.sync_weights()
+
+    def fit(self) -> None:
+        """Trains for the configured number of steps, validating before and every `test_freq`, and saves the end."""
+        trainer = self.config.trainer
+        total_steps = self.total_training_steps
+        if trainer.val_before_train:
+            with self.recorder.validation():
+                self.recorder.log(self.validate(), step=0)
+        while self.global_step < total_steps:
+            epoch, rows = self.sampler.batch(self.global_step)
+            self.global_step += 1
+            with self.recorder.step(self.global_step, epoch, total_steps) as log:
+                log(self.step(self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)))
+                is_last = self.global_step == total_steps
+                if trainer.test_freq > 0 and (self.global_step % trainer.test_freq == 0 or is_last):
+                    with self.recorder.validation():
+                        log(self.validate())
+                if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
+                    with self.recorder.timer("save_checkpoint"):
+                        self.save()
+
+    @property
+    def total_training_steps(self) -> int:
+        steps = self.config.trainer.total_training_steps
+        return steps or self.sampler.num_batches_per_epoch * self.config.trainer.total_epochs
+
+    def step(self, prompts: DataProto) -> dict[str, float]:
+        """One PPO iteration over (B,) prompts; returns the step's metrics.
+
+        Calls that do not need each other's results are submitted together and collected afterwards: on pools of
+        their own they overlap, on a shared pool they queue, and the numbers are the same.
+        """
+        self.metrics: list[dict[str, Metric]] = []
+        prompts.meta_info["global_steps"] = self.global_step
+        batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.n)
+
+        pending: list[Any] = self.submit_scoring(batch)
+        pending.append(self.actor.compute_log_prob.remote(batch))
+        if self.reference:
+            pending.append(self.reference.compute_ref_log_prob.remote(batch))
+        if self.critic:
+            pending.append(self.critic.compute_values.remote(batch))
+        pending += [group.annotate.remote(batch) for group in self.annotators]
+        for future in pending:
+            batch = batch.union(self.collect(future))
+
+        self.compute_rewards(batch)
+        self.compute_advantages(batch)
+        data = self.config.data
+        self.metrics.append(batch_metrics(batch, data.max_prompt_length, data.max_response_length))
+
+        updates = []
+        if self.critic:
+            updates.append(self.critic.update_critic.remote(batch))
+        actor_is_training = self.global_step > self.config.trainer.critic_warmup
+        if actor_is_training:
+            updates.append(self.actor.update_actor.remote(batch))
+        for future in updates:
+            self.collect(future)
+        if actor_is_training:
+            self.sync_weights()
+        return metric_values(merge_metrics(self.metrics))
+
+    def generate(self, prompts: DataProto, num_samples: int) -> DataProto:
+        """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other."""
+        generated = self.collect(self.rollout.generate_sequences.remote(prompts))
+        return prompts.select(batch_keys=[]).repeat(num_samples, interleave=True).union(generated)
+
+    def submit_scoring(self, batch: DataProto) -> list[Any]:
+        """Starts the rule rewards and the reward model; each result holds one `*_scores` column."""
+        pending: list[Any] = []
+        if self.rule_scorer:
+            pending.append(self.rule_scorer.submit(batch))
+        if self.reward_model:
+            pending.append(self.reward_model.compute_rm_score.remote(batch))
+        return pending
+
+    def collect(self, future: Any) -> DataProto:
+        """Waits for a result and files its metrics."""
+        output = future.get()
+        self.metrics.append(output.meta_info.pop("metrics", {}))
+        return output
+
+    def compute_rewards(self, batch: DataProto) -> None:
+        """Adds up the scores and subtracts the KL penalty: `token_level_scores`, `token_level_rewards` (B R).
+
+        r_t = score_t - beta * KL_t, with KL_t estimated from `old_log_probs` and `ref_log_prob` (Ziegler et al. 2019,
+        arXiv:1909.08593). Samples that could not be scored leave every loss: their `response_mask` becomes zero.
+        """
+        columns = batch.batch
+        mask_BR = columns["response_mask"]
+        if "is_skipped" in columns:
+            mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
+        columns["response_mask"] = mask_BR
+        columns["token_level_scores"] = torch.stack([c for name, c in columns.items() if name.endswith("_scores")]).sum(
+            0
+        )
+        columns["token_level_rewards"] = columns["token_level_scores"]
+        if self.config.algorithm.use_kl_in_reward:
+            kl_coef = self.kl_controller.value
+            columns["token_level_rewards"], current_kl = apply_kl_penalty(
+                columns["token_level_scores"],
+                columns["old_log_probs"],
+                columns["ref_log_prob"],
+                mask_BR,
+                kl_coef=kl_coef,
+                estimator=self.config.algorithm.kl_penalty,
+            )
+            self.kl_controller.update(current_kl, n_steps=len(batch))
+            self.metrics.append({"actor/reward_kl_penalty": Metric.mean(current_kl)})
+            self.metrics.append({"actor/reward_kl_penalty_coeff": Metric.mean(kl_coef)})
+
+    def compute_advantages(self, batch: DataProto) -> None:
+        """Adds `advantages` and `returns` (B R) by the configured estimator."""
+        columns, algorithm = batch.batch, self.config.algorithm
+        columns["advantages"], columns["returns"] = self.estimate_advantages(
+            AdvantageInputs(
+                token_level_rewards=columns["token_level_rewards"],
+                response_mask=columns["response_mask"],
+                values=columns.get("values"),
+                index=batch.non_tensor_batch["uid"],
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            )
+        )
+
+    def sync_weights(self) -> None:
+        """Sends the actor's weights to the rollout engines, which check them against the actor's fingerprint."""
+        exported = self.actor.export_weights.remote(version=self.global_step)
+        self.rollout.load_weights.remote(exported, version=self.global_step).get()
+
+    def validate(self) -> dict[str, float]:
+        """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
+        self.metrics = []
+        size = self.config.data.val_batch_size or len(self.val_dataset)
+        sources: list[str] = []
+        prompt_ids: list[str] = []
+        variables: dict[str, list[np.ndarray]] = defaultdict(list)
+        for start in range(0, len(self.val_dataset), size):
+            rows = list(range(start, min(start + size, len(self.val_dataset))))
+            prompts = self.val_dataset.collate([self.val_dataset[i] for i in rows], epoch=0)
+            prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
+            batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            extra_names: set[str] = set()
+            for future in self.submit_scoring(batch):
+                output = self.collect(future)
+                extra_names |= set(output.non_tensor_batch)
+                batch = batch.union(output)
+            scores_B = sum(column.sum(-1) for name, column in batch.batch.items() if name.endswith("_scores")).numpy()
+            sources += list(batch.non_tensor_batch[self.config.data.reward_fn_key])
+            prompt_ids += list(batch.non_tensor_batch["uid"])
+            variables["reward"].append(scores_B)
+            for name in extra_names:
+                variables[name].append(batch.non_tensor_batch[name].astype(float))
+            if start == 0:
+                self.recorder.show_generations(self.global_step, self.tokenizer, batch, scores_B)
+        return validation_metrics(sources, prompt_ids, {name: np.concatenate(v) for name, v in variables.items()})
+
+    def save(self) -> None:
+        """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""
+        folder = self.recorder.run_dir / f"global_step_{self.global_step}"
+        trained = {Role.Actor: self.actor} | ({Role.Critic: self.critic} if self.critic else {})
+        for role, group in trained.items():
+            group.save_hf(str(folder / role / "huggingface"))
+            if self.config.trainer.save_freq > 0:
+                group.save_checkpoint(str(folder / role / "checkpoint"))

@@ -1,0 +1,140 @@
+"""Draws `report.html`, one file that opens anywhere: curves of the run and a timeline with one lane a pool."""
+
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+# Title, metric names (each one that exists is a curve), y label.
+CHARTS = [
+    ("Validation", ("val-core/",), "score"),
+    ("Reward", ("critic/score/mean", "critic/rewards/mean"), "mean per sample"),
+    ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "nats per token"),
+    ("Response length", ("response_length/mean", "response_length/max"), "tokens"),
+    ("Entropy", ("actor/entropy",), "nats per token"),
+    ("Log-prob drift, engine against trainer", ("training/rollout_probs_diff_mean",), "mean |p - q|"),
+    ("Gradient norm", ("actor/grad_norm", "critic/grad_norm"), ""),
+    ("Seconds a step", ("timing_s/step",), "s"),
+]
+NUM_TIMELINE_STEPS = 3
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; }}
+h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1rem; }}
+svg {{ width: 100%; height: auto; }}
+table {{ border-collapse: collapse; }}
+td, th {{ text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }}
+pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
+</style></head><body>
+<h1>{title}</h1><p>{summary}</p>
+<h2>Curves</h2><div class="charts">{charts}</div>
+<h2>Timeline of the last steps</h2>
+<p>One lane a pool; within a lane one row a process. Bars that lie above each other ran at the same time.</p>
+{timeline}
+<h2>Placement</h2>{placement}
+<h2>Generations</h2>{generations}
+<h2>Configuration</h2><pre>{config}</pre>
+</body></html>
+"""
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    summary: str,
+    metrics: list[dict[str, float]],
+    events: list[dict[str, Any]],
+    placement: list[dict[str, str]],
+    generations: list[dict[str, Any]],
+    config: str,
+) -> None:
+    """Writes the report. `metrics` has one row a step (with "step"), `events` are the rows of the timeline."""
+    charts = "".join(_chart(chart_title, names, label, metrics) for chart_title, names, label in CHARTS)
+    path.write_text(
+        PAGE.format(
+            title=html.escape(title),
+            summary=html.escape(summary),
+            charts=charts,
+            timeline=_timeline(events),
+            placement=_table(placement),
+            generations=_table(generations),
+            config=html.escape(config),
+        )
+    )
+
+
+def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[str, float]]) -> str:
+    series = {
+        name: [(row["step"], row[name]) for row in metrics if name in row]
+        for name in dict.fromkeys(key for row in metrics for key in row if key.startswith(names))
+    }
+    if not series:
+        return ""
+    figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
+    for name, points in series.items():
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, label=name, linewidth=1.4, marker="o" if len(points) < 30 else "", markersize=3)
+    axes.set(title=title, xlabel="step", ylabel=label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small")
+    return _svg(figure)
+
+
+def _timeline(events: list[dict[str, Any]]) -> str:
+    """Bars of the last training steps that did not validate, so that the scale shows the step's own phases."""
+    validated = {e["step"] for e in events if e["is_validating"]}
+    steps = sorted({e["step"] for e in events if e["step"] > 0} - validated)[-NUM_TIMELINE_STEPS:]
+    shown = [e for e in events if e["step"] in steps]
+    if not shown:
+        return "<p>No step was finished.</p>"
+    lanes = sorted({(e["pool"], e["process"]) for e in shown})
+    methods = sorted({e["method"] for e in shown})
+    colours = dict(zip(methods, pyplot.get_cmap("tab10").colors * 2, strict=False))
+    origin = min(e["started"] for e in shown)
+    figure, axes = pyplot.subplots(figsize=(13, 0.45 * len(lanes) + 1.6), layout="constrained")
+    for event in shown:
+        lane = lanes.index((event["pool"], event["process"]))
+        width = event["finished"] - event["started"]
+        axes.barh(lane, width, left=event["started"] - origin, height=0.7, color=colours[event["method"]], linewidth=0)
+    pools = [pool for pool, _ in lanes]
+    for lane in range(1, len(lanes)):
+        if pools[lane] != pools[lane - 1]:
+            axes.axhline(lane - 0.5, color="black", linewidth=0.8)
+    for step in steps:
+        start = min(e["started"] for e in shown if e["step"] == step) - origin
+        axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
+        axes.text(start, -0.62, f" step {step}", fontsize="x-small", va="bottom")
+    axes.set_yticks(range(len(lanes)), [f"{pool}\n{process}" for pool, process in lanes], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[method]) for method in methods]
+    axes.legend(
+        handles, methods, ncols=len(methods), fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25)
+    )
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "<p>None.</p>"
+    head = "".join(f"<th>{html.escape(key)}</th>" for key in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in row.values()) + "</tr>" for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"

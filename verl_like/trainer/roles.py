@@ -1,0 +1,26 @@
+"""The roles of PPO, and how the roles of one pool are grouped into processes."""
+
+from collections import defaultdict
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """Names used in `role_mapping` and `worker_classes`; any other name there is a role of the user's own."""
+
+    Actor = "actor"
+    Rollout = "rollout"
+    RefPolicy = "ref"
+    Critic = "critic"
+    RewardModel = "reward_model"
+
+
+def process_groups(role_mapping: dict[str, str]) -> list[tuple[str, list[str]]]:
+    """Which roles share a process: `[(pool, roles), ...]`, one entry a worker group.
+
+    Training roles of a pool share one process per device. An inference engine manages device memory and threads of
+    its own, so `rollout` always has its own process, next to theirs when it is mapped to the same pool.
+    """
+    groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for role, pool in role_mapping.items():
+        groups[pool, role == Role.Rollout].append(role)
+    return [(pool, roles) for (pool, _), roles in groups.items()]

@@ -1,0 +1,262 @@
+"""From a validated configuration to a finished run: checks every input, starts Ray, trains, and ends cleanly."""
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from typing import Any
+
+import ray
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from verl_like.algorithms.advantages import get_adv_estimator_fn
+from verl_like.algorithms.policy_loss import get_policy_loss_fn
+from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.data.sampler import EpochSampler
+from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager
+from verl_like.single_controller.failure import CallTimeout, WorkerError
+from verl_like.single_controller.ray.cluster import fits
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.worker import Worker
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.roles import Role, process_groups
+from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.scoring import RuleScorer
+from verl_like.trainer.tracking import require_trackers
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.config import OptimConfig
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.pretrained import load_config as load_model_config
+from verl_like.workers.reward_model import RewardModelWorker
+
+
+def run_ppo(config: PPOConfig) -> int:
+    """Runs PPO and returns the exit code: 0 done, 1 a part of the run failed, 2 input refused, 130 interrupted.
+
+    Everything a user can get wrong is checked before Ray starts. However the run ends, the processes it started are
+    gone and what it wrote so far is valid.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a pre-empted run ends as cleanly as an interrupted one
+    manager, recorder, outcome = None, None, "Failed."
+    try:
+        check_environment(config)
+        tokenizer = load_tokenizer(config)
+        train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
+        steps = training_steps(config, len(train_dataset))
+        config = with_training_steps(config, steps)
+        if config.custom_reward_function.path or not config.reward_model.enable:
+            manager = start_reward_manager(config)
+        scorer = RuleScorer(manager, tokenizer, config.data.reward_fn_key) if manager else None
+        if scorer:
+            scorer.check(train_dataset)
+            scorer.check(val_dataset)
+        role_worker_mapping = build_role_worker_mapping(config)
+
+        start_ray(config)
+        recorder = RunRecorder(config)
+        pools = build_resource_pools(config)
+        trainer = RayPPOTrainer(
+            config, tokenizer, role_worker_mapping, pools, train_dataset, val_dataset, scorer, recorder
+        )
+        trainer.init_workers()
+        trainer.fit()
+        outcome = f"Done: {steps} training steps."
+    except KeyboardInterrupt:
+        outcome = "Interrupted."
+        return _fail("interrupted; what was written so far is valid", 130)
+    except (ValueError, RewardError) as error:
+        outcome = f"Stopped: {error}"
+        return _fail(str(error), 1 if recorder and recorder.metrics else 2)
+    except (WorkerError, CallTimeout) as error:
+        outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
+        return _fail(str(error), 1)
+    finally:
+        ray.shutdown()
+        if manager:
+            manager.close()
+        if recorder:
+            recorder.close(outcome)
+    return 0
+
+
+def _fail(message: str, exit_code: int) -> int:
+    sys.stderr.write(f"\nverl_like: {message}\n")
+    return exit_code
+
+
+def check_environment(config: PPOConfig) -> None:
+    """Raises ValueError for a device, package, registered name or placement that this machine does not have."""
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    require_trackers(config.trainer.logger)
+    if config.trainer.device == "cuda" and not config.ray_kwargs.ray_init.address and not torch.cuda.is_available():
+        raise ValueError(
+            "trainer.device=cuda, but this machine has no CUDA device: give device=cpu to compute on the CPU, or "
+            "ray_kwargs.ray_init.address to use a cluster that has GPUs."
+        )
+    if config.actor_rollout_ref.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "actor_rollout_ref.rollout.name=vllm, but vllm is not installed: pip install -e '.[gpu]' with GPUs, "
+            "bash scripts/environment.sh without, or use rollout.name=hf to debug."
+        )
+    if config.actor_rollout_ref.model.attn_implementation == "flash_attention_2" and not importlib.util.find_spec(
+        "flash_attn"
+    ):
+        raise ValueError(
+            "model.attn_implementation=flash_attention_2, but flash-attn is not installed: pip install -e '.[gpu]', or "
+            "leave attn_implementation at null."
+        )
+    if not config.ray_kwargs.ray_init.address:
+        check_pools_fit_this_machine(config)
+
+
+def check_pools_fit_this_machine(config: PPOConfig) -> None:
+    """Raises ValueError with the sums unless the pools fit on the one node of a Ray that is started here."""
+    slots = max_colocate_count(config)
+    node = {
+        "CPU": config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1,
+        "GPU": torch.cuda.device_count() if config.trainer.device == "cuda" else 0,
+    }
+    per_process = {"CPU": slots} | ({"GPU": 1} if config.trainer.device == "cuda" else {})
+    entries = [
+        {kind: amount * processes for kind, amount in per_process.items()}
+        for nodes in config.resource_pool_spec.values()
+        for processes in nodes
+    ]
+    if fits(entries, [node]):
+        return
+    lines = [f"  {name:<32} {list(nodes)} processes" for name, nodes in config.resource_pool_spec.items()]
+    needed = {kind: sum(entry[kind] for entry in entries) for kind in per_process}
+    raise ValueError(
+        "the resource pools do not fit on this machine:\n"
+        + "\n".join(lines)
+        + f"\n  each process takes {per_process}, together {needed}; this machine has {node}\n"
+        "Make the pools smaller (resource_pool_spec), set ray_kwargs.ray_init.num_cpus if its CPU slots may be "
+        "oversubscribed, or give ray_kwargs.ray_init.address of a cluster."
+    )
+
+
+def load_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer; raises ValueError for any model path of the run with nothing behind it."""
+    model = config.actor_rollout_ref.model
+    load_model_config(model, key="actor_rollout_ref.model")
+    if config.needs_critic:
+        load_model_config(config.critic.model, key="critic.model")
+    if config.reward_model.enable:
+        load_model_config(config.reward_model.model, key="reward_model.model")
+    path = os.path.expanduser(model.tokenizer_path or model.path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+
+
+def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
+    """The prompts of `part`, "train" or "val"."""
+    data = config.data
+    return PromptDataset(
+        list(data.train_files if part == "train" else data.val_files),
+        tokenizer,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        max_samples=data.train_max_samples if part == "train" else data.val_max_samples,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+
+
+def training_steps(config: PPOConfig, num_prompts: int) -> int:
+    data, trainer = config.data, config.trainer
+    sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
+    return trainer.total_training_steps or sampler.num_batches_per_epoch * trainer.total_epochs
+
+
+def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
+    """Fills in the number of steps where the configuration leaves it to the run (learning-rate schedules need it)."""
+
+    def filled(optim: OptimConfig) -> OptimConfig:
+        return optim if optim.total_training_steps > 0 else optim.model_copy(update={"total_training_steps": steps})
+
+    policy, critic = config.actor_rollout_ref, config.critic
+    actor = policy.actor.model_copy(update={"optim": filled(policy.actor.optim)})
+    return config.model_copy(
+        update={
+            "actor_rollout_ref": policy.model_copy(update={"actor": actor}),
+            "critic": critic.model_copy(update={"optim": filled(critic.optim)}),
+            "trainer": config.trainer.model_copy(update={"total_training_steps": steps}),
+        }
+    )
+
+
+def start_reward_manager(config: PPOConfig) -> RewardManager:
+    function, reward = config.custom_reward_function, config.reward
+    return RewardManager(
+        RewardFunctionSpec(function.path, function.name, function.reward_kwargs),
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        error_score=reward.error_score,
+    )
+
+
+def build_role_worker_mapping(config: PPOConfig) -> dict[str, RayClassWithInitArgs]:
+    """The worker class of each active role and its arguments; a role of the user's own gets the whole configuration."""
+    seed = config.trainer.seed
+    policy = {"config": config.actor_rollout_ref, "seed": seed}
+    built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
+        Role.Actor: (ActorRolloutRefWorker, policy | {"role": "actor"}),
+        Role.Rollout: (ActorRolloutRefWorker, policy | {"role": "rollout"}),
+        Role.RefPolicy: (ActorRolloutRefWorker, policy | {"role": "ref"}),
+        Role.Critic: (CriticWorker, {"config": config.critic, "seed": seed}),
+        Role.RewardModel: (RewardModelWorker, {"config": config.reward_model}),
+    }
+    mapping = {}
+    for role in config.active_roles:
+        worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
+        if role in config.worker_classes:
+            worker_class = import_worker_class(role, config.worker_classes[role])
+        mapping[role] = RayClassWithInitArgs(worker_class, **arguments)
+    return mapping
+
+
+def import_worker_class(role: str, path: str) -> type[Worker]:
+    """The class at `package.module.Class`; raises ValueError if it cannot be imported or is not a Worker."""
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        worker_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"worker_classes.{role}={path} cannot be imported ({error}): give package.module.Class, with the package "
+            "on PYTHONPATH."
+        ) from error
+    if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
+        raise ValueError(
+            f"worker_classes.{role}={path} is not a Worker: subclass verl_like.single_controller.worker.Worker."
+        )
+    return worker_class
+
+
+def max_colocate_count(config: PPOConfig) -> int:
+    """The most worker groups on one pool: training roles share a process, the rollout engine has its own."""
+    pools = [pool for pool, _ in process_groups({role: config.role_mapping[role] for role in config.active_roles})]
+    return max(pools.count(pool) for pool in pools)
+
+
+def start_ray(config: PPOConfig) -> None:
+    settings = config.ray_kwargs.ray_init
+    local = {} if settings.address else {"num_cpus": settings.num_cpus, "include_dashboard": False}
+    ray.init(address=settings.address, log_to_driver=False, logging_level="ERROR", **local)
+
+
+def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:
+    pools = ResourcePoolManager(
+        {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
+        {role: config.role_mapping[role] for role in config.active_roles},
+        use_gpu=config.trainer.device == "cuda",
+        max_colocate_count=max_colocate_count(config),
+    )
+    pools.create_resource_pool()
+    return pools

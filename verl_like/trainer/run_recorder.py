@@ -1,0 +1,141 @@
+"""Keeps the record of a run: its folder, metrics, timeline, console output and the report at the end."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.protocol import DataProto
+from verl_like.trainer.config.compose import to_yaml
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.console import RunConsole
+from verl_like.trainer.report import write_report
+from verl_like.trainer.timeline import Timeline
+from verl_like.trainer.tracking import Tracking
+
+
+class RunRecorder:
+    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`; nothing is overwritten."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        trainer = config.trainer
+        self.config = config
+        self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
+        (self.run_dir / "config.yaml").write_text(to_yaml(config))
+        self.timeline = Timeline()
+        self.console = RunConsole()
+        self.tracking = Tracking(
+            trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.model_dump(mode="json")
+        )
+        self.num_processes = sum(sum(nodes) for nodes in config.resource_pool_spec.values())
+        self.metrics: list[dict[str, float]] = []
+        self.generations: list[dict[str, Any]] = []
+        self.placement: list[dict[str, str]] = []
+        self.seconds: dict[str, float] = {}
+        self.started = time.time()
+
+    def show_placement(self, rows: list[dict[str, str]]) -> None:
+        self.placement = rows
+        self.console.show_placement(rows)
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of a phase of the driver's own to the step's `timing_s/{phase}`."""
+        started = time.time()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.time() - started
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """What is called within it is validation, and not part of the step's phases."""
+        self.timeline.is_validating = True
+        with self.timer("testing"):
+            yield
+        self.timeline.is_validating = False
+
+    @contextmanager
+    def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
+        """Times a step; what is given to the yielded function is its metrics, written when the step is complete."""
+        self.timeline.step, self.seconds = step, {}
+        metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
+        with self.timer("step"):
+            yield metrics.update
+        seconds = self.timeline.phase_seconds(step) | self.seconds
+        metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
+        metrics["perf/time_per_step"] = seconds["step"]
+        training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
+        metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
+        metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.num_processes
+        self.log(metrics, step)
+        self.console.show_step(step, total_steps, metrics)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics.append({"step": step} | metrics)
+        self.tracking.log(metrics, step)
+
+    def show_generations(
+        self, step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores_B: np.ndarray
+    ) -> None:
+        """Shows the first `trainer.log_val_generations` rows of a validation batch."""
+        self.generations = []
+        for i in range(min(self.config.trainer.log_val_generations, len(batch))):
+            mask = batch.batch["response_mask"][i].bool()
+            self.generations.append(
+                {
+                    "prompt": batch.non_tensor_batch["raw_prompt"][i][-1]["content"],
+                    "response": tokenizer.decode(batch.batch["responses"][i][mask]),
+                    "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
+                    "score": f"{scores_B[i]:.2f}",
+                }
+            )
+        if self.generations:
+            self.console.show_generations(step, self.generations)
+
+    def close(self, outcome: str) -> None:
+        """Writes `timeline.jsonl` and `report.html` and says where everything is; `outcome` is how the run ended."""
+        self.console.close()
+        self.tracking.close()
+        events = self.timeline.rows()
+        (self.run_dir / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+        write_report(
+            self.run_dir / "report.html",
+            title=f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}",
+            summary=f"{outcome} {len(self.metrics)} rows of metrics, {time.time() - self.started:.0f} s.",
+            metrics=self.metrics,
+            events=events,
+            placement=self.placement,
+            generations=self.generations,
+            config=to_yaml(self.config),
+        )
+        self.console.say(f"\n{outcome}")
+        models = sorted(str(p.relative_to(self.run_dir)) for p in self.run_dir.glob("global_step_*/*/huggingface"))
+        for what, name in [
+            ("metrics", "metrics.jsonl"),
+            ("configuration", "config.yaml"),
+            ("report", "report.html"),
+            ("timeline", "timeline.jsonl"),
+            *(("model (Hugging Face format)", name) for name in models),
+        ]:
+            self.console.say(f"  {what:<28} {self.run_dir / name}")
+
+
+def _new_run_dir(parent: Path) -> Path:
+    """Makes `parent/<date>_<time>`, numbered when two runs start in one second, and links `latest` to it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    run_dir, number = parent / stamp, 1
+    while run_dir.exists():
+        number += 1
+        run_dir = parent / f"{stamp}_{number}"
+    run_dir.mkdir()
+    link = parent / f".latest.{os.getpid()}"
+    link.symlink_to(run_dir.name)
+    link.replace(parent / "latest")
+    return run_dir
