@@ -332,6 +332,8 @@ class DataProto:
             )
         if options.get("shuffle") and seed is None:
             raise ValueError("make_iterator: shuffle without a seed cannot be reproduced; pass seed=.")
+        if len(self) == 0:
+            return iter(())
         # Always its own generator: a DataLoader draws from torch's global one even when it does not shuffle.
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         loader = DataLoader(
