@@ -44,6 +44,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     return {"score": float(ground_truth) + bonus, "length": len(solution_str), "said": solution_str,
             "loaded": ",".join(m for m in ("torch", "ray", "pytest", "numpy") if m in sys.modules)}
 
+class Judge:
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        return inner(len(solution_str))
+
+judge = Judge()
+
 async def compute_async(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.001)
     return extra_info["index"] + 0.5
@@ -59,14 +65,14 @@ def reward_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def skipping(reward_file: str) -> Iterator[RewardManager]:
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=2.0, on_error="skip")
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=3.0, on_error="skip")
     yield manager
     manager.close()
 
 
 @pytest.fixture(scope="module")
 def failing(reward_file: str) -> Iterator[RewardManager]:
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=1.0)
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=3.0)
     yield manager
     manager.close()
 
@@ -116,6 +122,14 @@ def test_reward_kwargs_and_async_functions(reward_file: str) -> None:
     manager.close()
 
 
+def test_a_callable_object_is_a_reward_function(reward_file: str) -> None:
+    manager = RewardManager(RewardFunctionSpec(reward_file, "judge"), num_workers=1)
+    assert manager.submit([sample("four")]).get().scores.tolist() == [0.25]
+    with pytest.raises(RewardError, match=r"ZeroDivisionError: division by zero\n  at .*my_reward.py:9 in inner"):
+        manager.submit([sample("")]).get()
+    manager.close()
+
+
 def test_the_default_function_scores_by_data_source_and_names_an_unknown_one() -> None:
     manager = RewardManager(RewardFunctionSpec(), num_workers=1)
     right = RewardSample("0-0", "openai/gsm8k", "so #### 72", "72")
@@ -126,14 +140,14 @@ def test_the_default_function_scores_by_data_source_and_names_an_unknown_one() -
 
 
 def test_submit_returns_at_once(failing: RewardManager) -> None:
-    pending = failing.submit([sample("sleep 0.5")])
+    pending = failing.submit([sample("sleep 1")])
     assert not pending.done()
     assert pending.get().scores.tolist() == [1.0]
     assert pending.done() and pending.get().scores.tolist() == [1.0]
 
 
 def test_get_raises_at_its_deadline_and_can_be_called_again(failing: RewardManager) -> None:
-    pending = failing.submit([sample("sleep 0.5", 4), sample("fine", 5)])
+    pending = failing.submit([sample("sleep 1", 4), sample("fine", 5)])
     with pytest.raises(TimeoutError, match="2 of 2 samples were not scored in time, the first is uid '0-4'"):
         pending.get(timeout=0.05)
     assert pending.get().scores.tolist() == [1.0, 1.0]
@@ -159,7 +173,7 @@ def test_a_sample_without_an_answer_costs_only_its_own_worker(skipping: RewardMa
 
 
 def test_on_error_score_gives_the_error_score(reward_file: str) -> None:
-    manager = RewardManager(RewardFunctionSpec(reward_file), timeout_s=1.0, on_error="score", error_score=-2.0)
+    manager = RewardManager(RewardFunctionSpec(reward_file), timeout_s=3.0, on_error="score", error_score=-2.0)
     result = manager.submit([sample("divide"), sample("hang"), sample("return none"), sample("a")]).get()
     manager.close()
     assert result.scores.tolist() == [-2.0, -2.0, 0.0, 1.0]
@@ -173,7 +187,7 @@ def test_on_error_score_gives_the_error_score(reward_file: str) -> None:
         ("divide", ["ZeroDivisionError: division by zero", "in inner: return 1 / number", "my_reward.py:9"]),
         ("own error", ["OwnError: this and that"]),
         ("leave", ["SystemExit: 0"]),
-        ("hang", ["no answer within reward.timeout_s=1 s"]),
+        ("hang", ["no answer within reward.timeout_s=3 s"]),
         ("exit 3", ["the worker process died with exit code 3"]),
         ("segfault", [f"the worker process died with exit code {-signal.SIGSEGV}"]),
         ("return nan", ["the function returned nan (nan), expected a finite number"]),

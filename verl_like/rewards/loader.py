@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_like.rewards.registry import RewardFn, get_reward_fn
+from verl_like.rewards.registry import get_reward_fn
 
 
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
@@ -18,7 +18,7 @@ def score_by_data_source(data_source: str, **arguments: Any) -> Any:
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 
-def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFn:
+def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> functools.partial[Any]:
     """Loads a reward function and binds `reward_kwargs` to it.
 
     Args:

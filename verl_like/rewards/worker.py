@@ -6,6 +6,7 @@ Every answer crosses to the driver as JSON text, errors included: no object of t
 import asyncio
 import ctypes
 import faulthandler
+import functools
 import inspect
 import json
 import os
@@ -16,13 +17,13 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from verl_like.rewards.loader import load_reward_function
-from verl_like.rewards.registry import RewardFn
 
 _PR_SET_PDEATHSIG = 1
+_STANDARD_ERROR = 2
 _FLOAT32_MAX = 3.4e38  # scores become float32
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 
-_reward_fn: RewardFn | None = None
+_reward_fn: functools.partial[Any] | None = None
 _load_error: str | None = None
 _timeout_s = 0.0
 _runner: asyncio.Runner | None = None
@@ -41,7 +42,8 @@ def initialize(
     _runner = asyncio.Runner()
     try:
         _reward_fn = load_reward_function(path, name, reward_kwargs)
-        _user_file = None if path is None else inspect.unwrap(_reward_fn.func).__code__.co_filename
+        code = getattr(inspect.unwrap(_reward_fn.func), "__code__", None)  # None for a callable object
+        _user_file = None if path is None or code is None else code.co_filename
     except ValueError as error:
         _load_error = str(error)
     except BaseException as error:
@@ -57,7 +59,7 @@ def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_i
     """JSON text `{"score": float | null, "extra": {...}}` or `{"error": type, "message": text, "where": text}`."""
     assert _reward_fn is not None and _runner is not None
     # Says where a function hangs, on standard error, just before the driver stops this process.
-    faulthandler.dump_traceback_later(0.9 * _timeout_s, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(0.9 * _timeout_s, file=_STANDARD_ERROR)
     try:
         result = _reward_fn(
             data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
