@@ -11,7 +11,6 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import ActorRolloutRefConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.engine_worker import EngineWorker
 from verl_like.workers.mini_batches import (
     MiniBatch,
     Rows,
@@ -25,16 +24,17 @@ from verl_like.workers.mini_batches import (
 from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel, pack
 from verl_like.workers.pretrained import load_pretrained
 from verl_like.workers.rollout import build_rollout_engine
+from verl_like.workers.trained_worker import TrainedWorker
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
 
-class ActorRolloutRefWorker(EngineWorker):
+class ActorRolloutRefWorker(TrainedWorker):
     """One rank of the policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
 
     Args:
         config: settings of the policy in all its roles.
         role: `actor`, `ref` or `rollout`; a worker plays one role and has no model for the methods of the others.
-        seed: the run's seed, for sampling and for the order of rows with `actor.shuffle`.
+        seed: the run's seed, for sampling.
     """
 
     def __init__(self, config: ActorRolloutRefConfig, role: Literal["actor", "ref", "rollout"], seed: int) -> None:
@@ -75,8 +75,6 @@ class ActorRolloutRefWorker(EngineWorker):
             ),
             micro_batch_rows=actor.ppo_micro_batch_size_per_gpu,
             epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=self.seed,
         )
         self.engine = TrainingEngine(
             self.build_model,
@@ -156,7 +154,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """
         actor, mask_BR = self.config.actor, micro["response_mask"]
         num_tokens = int(mask_BR.sum())
-        aggregate = mini_batch.aggregate(actor.loss_agg_mode, actor.loss_scale_factor)
+        aggregate = mini_batch.aggregate(actor.loss_agg_mode)
         log_prob_BR, *entropy_BR = self._score(micro, with_entropy=actor.entropy_coeff != 0)
         loss, token_sums = self.policy_loss_fn(
             micro["old_log_probs"],

@@ -8,7 +8,6 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.workers.config import CriticConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.engine_worker import EngineWorker
 from verl_like.workers.mini_batches import (
     MiniBatch,
     Rows,
@@ -21,14 +20,15 @@ from verl_like.workers.mini_batches import (
 )
 from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel, pack
 from verl_like.workers.pretrained import load_pretrained
+from verl_like.workers.trained_worker import TrainedWorker
 
 
-class CriticWorker(EngineWorker):
+class CriticWorker(TrainedWorker):
     """One rank of the critic. Subclasses change the model in `build_model` and the objective in `value_loss`.
 
     Args:
         config: settings of the critic.
-        seed: the run's seed, for a new value head and for the order of rows with `critic.shuffle`.
+        seed: the run's seed, for a new value head.
     """
 
     def __init__(self, config: CriticConfig, seed: int) -> None:
@@ -47,8 +47,6 @@ class CriticWorker(EngineWorker):
             ),
             micro_batch_rows=self.config.ppo_micro_batch_size_per_gpu,
             epochs=self.config.ppo_epochs,
-            shuffle=self.config.shuffle,
-            seed=self.seed,
         )
         self.engine = TrainingEngine(
             self.build_model,

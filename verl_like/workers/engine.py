@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl_like.workers.config import FsdpConfig, OptimConfig, TrainedFsdpConfig
+from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
 from verl_like.workers.models import PackedModel
 from verl_like.workers.optimizer import build_optimizer, learning_rate
 from verl_like.workers.pretrained import decoder_layers, replace_folder
@@ -87,7 +87,7 @@ class TrainingEngine:
         self,
         build_model: Callable[[bool], PackedModel],
         *,
-        fsdp: FsdpConfig,
+        fsdp: ForwardFsdpConfig | TrainedFsdpConfig,
         device: str,
         optim: OptimConfig | None = None,
         grad_clip: float = 1.0,
@@ -117,6 +117,7 @@ class TrainingEngine:
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32)
         units: list[torch.nn.Module] = [*decoder_layers(model.hf), model]
         model.to("meta")
+        model.hf.tie_weights()  # moving to another device unties
         for unit in units:
             fully_shard(
                 unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=self.fsdp.reshard_after_forward

@@ -31,14 +31,13 @@ class MiniBatch:
     share: float
     """1 / number of mini-batches of the update: a loss times it adds up to the mean over mini-batches."""
 
-    def aggregate(self, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Aggregate:
+    def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
         return partial(
             agg_loss,
             loss_agg_mode=loss_agg_mode,
             num_tokens=self.num_tokens,
             num_sequences=self.num_sequences,
-            loss_scale_factor=loss_scale_factor,
         )
 
 
@@ -52,10 +51,6 @@ class UpdateSchedule:
     """Rows of this rank in one forward and backward pass."""
     epochs: int
     """Passes over the rows."""
-    shuffle: bool
-    """Draw each epoch's rows in a random order, the same on every rank."""
-    seed: int
-    """The run's seed; it and the number of training steps done decide the order."""
 
 
 MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, dict[str, Metric]]]
@@ -102,7 +97,7 @@ def update(
     steps = []
     lr = engine.lr
     with engine.on_device(train=True):
-        for mini_batch in _plan(rows, schedule, engine.training_steps):
+        for mini_batch in _plan(rows, schedule):
             micro_batches = list(_split(rows, mini_batch.rows, schedule.micro_batch_rows))
             for index, micro in enumerate(micro_batches):
                 micro_loss, micro_metrics = loss(micro, mini_batch)
@@ -131,15 +126,10 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
 
 
-def _plan(rows: Rows, schedule: UpdateSchedule, training_steps: int) -> list[MiniBatch]:
+def _plan(rows: Rows, schedule: UpdateSchedule) -> list[MiniBatch]:
     """The mini-batches of all epochs with their counts; those without any token on any rank are left out."""
-    num_rows = len(rows["input_ids"])
-    generator = torch.Generator().manual_seed((schedule.seed << 32) + training_steps)
-    epochs = [
-        torch.randperm(num_rows, generator=generator) if schedule.shuffle else torch.arange(num_rows)
-        for _ in range(schedule.epochs)
-    ]
-    chunks = [chunk for epoch in epochs for chunk in epoch.split(schedule.mini_batch_rows)]
+    one_epoch = torch.arange(len(rows["input_ids"])).split(schedule.mini_batch_rows)
+    chunks = list(one_epoch) * schedule.epochs
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)

@@ -155,7 +155,7 @@ class ValueModel(PackedModel):
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
-        return self.hf.score(self.hidden_states(packed)[packed.scored]).squeeze(-1).float()
+        return self.hf.score(self.hidden_states(packed)[packed.scored]).squeeze(-1).to(torch.float32, copy=True)
 
 
 class RewardModel(PackedModel):
@@ -164,4 +164,4 @@ class RewardModel(PackedModel):
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(S,) float32."""
         last = packed.cu_seqlens[1:].long() - 1
-        return self.hf.score(self.hidden_states(packed)[last]).squeeze(-1).float()
+        return self.hf.score(self.hidden_states(packed)[last]).squeeze(-1).to(torch.float32, copy=True)

@@ -10,13 +10,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from verl_like.workers.attention import choose_attention
-from verl_like.workers.config import FsdpConfig, ModelConfig
+from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
 
 
 def load_pretrained(
     auto_class: Any,
     config: ModelConfig,
-    fsdp: FsdpConfig,
+    fsdp: ForwardFsdpConfig | TrainedFsdpConfig,
     *,
     key: str,
     device: str,
@@ -92,7 +92,7 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
 def save_pretrained(
     hf: PreTrainedModel,
     parameters: dict[str, torch.Tensor],
-    config: ModelConfig,
+    config: TrainedModelConfig,
     dtype: torch.dtype,
     path: str,
 ) -> None:

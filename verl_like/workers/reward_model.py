@@ -5,21 +5,20 @@ from transformers import AutoModelForSequenceClassification
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import RewardModelConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.engine_worker import EngineWorker
 from verl_like.workers.mini_batches import Rows, forward, to_rows
 from verl_like.workers.models import SEQUENCE_COLUMNS, RewardModel, pack
 from verl_like.workers.pretrained import load_pretrained
 
 
-class RewardModelWorker(EngineWorker):
+class RewardModelWorker(Worker):
     """One rank of the reward model. It reads the policy's token ids, so both share a vocabulary."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model_config = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -45,14 +44,14 @@ class RewardModelWorker(EngineWorker):
         """Score of each sequence, (B, R) float32: on the last response token, 0 elsewhere.
 
         Raises:
-            ValueError: a sequence longer than `reward_model.max_length`.
+            ValueError: a sequence longer than the reward model can read.
         """
         rows = to_rows(data, self.device)
-        longest = int(rows["attention_mask"].sum(-1).max())
-        if self.config.max_length is not None and longest > self.config.max_length:
+        longest, limit = int(rows["attention_mask"].sum(-1).max()), self.engine.model.hf.config.max_position_embeddings
+        if longest > limit:
             raise ValueError(
-                f"A sequence has {longest} tokens, more than reward_model.max_length={self.config.max_length}; raise "
-                "that as far as the model allows, or lower data.max_prompt_length + data.max_response_length."
+                f"A sequence has {longest} tokens, but the reward model {self.config.model.path} reads at most "
+                f"{limit}; lower data.max_prompt_length + data.max_response_length, or take another reward model."
             )
         (rm_scores_BR,) = forward(self.engine, rows, self.config.micro_batch_size_per_gpu, self._score)
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})

@@ -1,19 +1,19 @@
-"""What the workers around one model have in common: processes that form a group, checkpoints, export."""
+"""What the workers around a trained model have in common: checkpoints and export."""
 
 import torch
 
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.config import ModelConfig
+from verl_like.workers.config import TrainedModelConfig
 from verl_like.workers.engine import TrainingEngine
 from verl_like.workers.pretrained import save_pretrained
 
 
-class EngineWorker(Worker):
-    """One rank of a model that a TrainingEngine shards; `init_model` of a subclass sets `engine` and `model_config`."""
+class TrainedWorker(Worker):
+    """One rank of a trained model; `init_model` of a subclass sets `engine`."""
 
     engine: TrainingEngine
-    model_config: ModelConfig
+    model_config: TrainedModelConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -1,0 +1,196 @@
+"""The models over packed sequences, against transformers' own unpadded forward and a float64 reference."""
+
+import copy
+
+import pytest
+import torch
+from tiny_worker_models import PROMPT, make_batch, write_model, write_reward_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from verl_like.workers import models
+from verl_like.workers.attention import choose_attention
+from verl_like.workers.config import ForwardFsdpConfig, ModelConfig
+from verl_like.workers.models import PolicyModel, RewardModel, ValueModel, pack
+from verl_like.workers.pretrained import load_config, load_pretrained
+
+FLOAT32 = ForwardFsdpConfig(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "policy")
+
+
+def load(auto_class, path, **kwargs):
+    kwargs = {"weights": True, "key": "actor_rollout_ref.model", "device": "cpu", **kwargs}
+    return load_pretrained(auto_class, ModelConfig(path=path), FLOAT32, **kwargs)
+
+
+def rows_of(data):
+    return {name: data.batch[name] for name in models.SEQUENCE_COLUMNS}
+
+
+def unpadded(rows, row):
+    """(1, length) token ids of one row, and the number of its response tokens."""
+    return rows["input_ids"][row][rows["attention_mask"][row].bool()][None], int(rows["response_mask"][row].sum())
+
+
+def reference_scores(hf, rows, row, temperature):
+    """Log-probabilities and entropies of one row's response tokens, by the model's own forward, without padding."""
+    tokens, count = unpadded(rows, row)
+    log_probs = torch.log_softmax(hf(tokens).logits[0] / temperature, dim=-1)[-count - 1 : -1]
+    return log_probs.gather(-1, tokens[0, -count:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def test_packed_log_probs_and_entropies_are_those_of_single_unpadded_sequences(model_path):
+    rows = rows_of(make_batch(rows=6))
+    packed = pack(rows)
+    log_probs, entropies = PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7, with_entropy=True)
+    log_probs_BR, entropies_BR = packed.unpack(log_probs), packed.unpack(entropies)
+    hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
+    for row in range(6):
+        expected_log_probs, expected_entropies = reference_scores(hf, rows, row, temperature=0.7)
+        count = len(expected_log_probs)
+        torch.testing.assert_close(log_probs_BR[row, :count], expected_log_probs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropies_BR[row, :count], expected_entropies, rtol=0, atol=1e-5)
+        assert not log_probs_BR[row, count:].any() and not entropies_BR[row, count:].any()
+
+
+def test_gradients_of_log_probs_and_entropy_agree_with_float64(model_path):
+    rows = rows_of(make_batch(rows=4))
+    weights_BR = torch.linspace(-1, 1, 4 * 6).view(4, 6)
+    policy = PolicyModel(load(AutoModelForCausalLM, model_path))
+    packed = pack(rows)
+    log_probs, entropies = policy(packed, 0.7, with_entropy=True)
+    (packed.unpack(log_probs) * weights_BR + packed.unpack(entropies) * weights_BR.flip(0)).sum().backward()
+
+    hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager").double()
+    total = 0.0
+    for row in range(4):
+        log_prob, entropy = reference_scores(hf, rows, row, temperature=0.7)
+        count = len(log_prob)
+        total = total + (log_prob * weights_BR[row, :count] + entropy * weights_BR.flip(0)[row, :count]).sum()
+    total.backward()
+    expected = dict(hf.named_parameters())
+    for name, parameter in policy.hf.named_parameters():
+        error = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm()
+        assert error < 2e-6, f"{name}: relative error {error}"
+
+
+def test_chunks_of_the_vocabulary_projection_change_neither_values_nor_gradients(model_path, monkeypatch):
+    packed = pack(rows_of(make_batch(rows=4)))
+
+    def run():
+        policy = PolicyModel(load(AutoModelForCausalLM, model_path))
+        log_probs, entropies = policy(packed, 1.0, with_entropy=True)
+        (log_probs.sum() + 2 * entropies.sum()).backward()
+        return log_probs, entropies, policy.hf.lm_head.weight.grad, policy.hf.model.embed_tokens.weight.grad
+
+    whole = run()
+    monkeypatch.setattr(models, "LOGITS_PER_CHUNK", 3 * len(packed.labels))
+    for got, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_changing_one_sequence_changes_no_other(model_path):
+    rows = rows_of(make_batch(rows=3))
+    policy = PolicyModel(load(AutoModelForCausalLM, model_path))
+    before = pack(rows).unpack(policy(pack(rows), 1.0)[0])
+    changed = rows | {"input_ids": rows["input_ids"].clone()}
+    changed["input_ids"][1, PROMPT - 1] = 40 - changed["input_ids"][1, PROMPT - 1]
+    after = pack(changed).unpack(policy(pack(changed), 1.0)[0])
+    assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_sliding_window_attention_is_that_of_transformers():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=3, initializer_range=0.3,
+    )  # fmt: skip
+    reference = MistralForCausalLM(copy.deepcopy(config))
+    reference.set_attn_implementation("eager")
+    hf = MistralForCausalLM(config)
+    hf.load_state_dict(reference.state_dict())
+    hf.set_attn_implementation(choose_attention(None, "cpu", torch.float32))
+    rows = rows_of(make_batch(rows=4))
+    packed = pack(rows)
+    log_probs_BR = packed.unpack(PolicyModel(hf)(packed, 1.0)[0])
+    assert rows["attention_mask"].sum(-1).max() > 6
+    for row in range(4):
+        expected, _ = reference_scores(reference, rows, row, temperature=1.0)
+        torch.testing.assert_close(log_probs_BR[row, : len(expected)], expected, rtol=0, atol=1e-5)
+
+
+def test_values_are_read_at_the_token_before_each_response_token(model_path):
+    rows = rows_of(make_batch(rows=4))
+    hf = load(AutoModelForTokenClassification, model_path, new_head_seed=3)
+    packed = pack(rows)
+    values_BR = packed.unpack(ValueModel(hf)(packed))
+    hf.set_attn_implementation("eager")
+    hf.eval()
+    for row in range(4):
+        tokens, count = unpadded(rows, row)
+        torch.testing.assert_close(values_BR[row, :count], hf(tokens).logits[0, -count - 1 : -1, 0], rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_scores_the_last_token(tmp_path):
+    path = write_reward_model(tmp_path / "reward")
+    rows = rows_of(make_batch(rows=4))
+    scores = RewardModel(load(AutoModelForSequenceClassification, path))(pack(rows))
+    hf = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager", num_labels=1)
+    for row in range(4):
+        torch.testing.assert_close(scores[row], hf(unpadded(rows, row)[0]).logits[0, 0], rtol=0, atol=1e-5)
+
+
+def test_a_response_token_that_is_not_attended_is_refused():
+    rows = rows_of(make_batch(rows=2))
+    rows["attention_mask"] = rows["attention_mask"].clone()
+    rows["attention_mask"][1, PROMPT] = 0
+    with pytest.raises(ValueError, match="attention_mask and response_mask do not fit"):
+        pack(rows)
+
+
+def test_a_path_without_a_model_is_refused_without_asking_the_hub(tmp_path):
+    with pytest.raises(ValueError, match=r"critic\.model\.path=.*nothing-here: there is no model"):
+        load_config(ModelConfig(path=str(tmp_path / "nothing-here")), key="critic.model")
+
+
+def test_an_override_the_model_does_not_know_is_refused(model_path):
+    config = ModelConfig(path=model_path, override_config={"attention_dropuot": 0.0})
+    with pytest.raises(ValueError, match="attention_dropuot"):
+        load_pretrained(AutoModelForCausalLM, config, FLOAT32, key="m", device="cpu", weights=True)
+
+
+def test_a_model_that_drops_attention_is_refused_when_it_trains(model_path):
+    config = ModelConfig(path=model_path, override_config={"attention_dropout": 0.1})
+    hf = load_pretrained(AutoModelForCausalLM, config, FLOAT32, key="m", device="cpu", weights=True)
+    with pytest.raises(ValueError, match="attention_dropout=0"):
+        PolicyModel(hf).train()(pack(rows_of(make_batch(rows=2))), 1.0)
+
+
+def test_a_reward_model_without_a_trained_head_is_refused(model_path):
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        load(AutoModelForSequenceClassification, model_path)
+
+
+def test_a_new_value_head_depends_on_the_seed_alone(model_path):
+    heads = [load(AutoModelForTokenClassification, model_path, new_head_seed=seed).score.weight for seed in (1, 1, 2)]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
+def test_attention_kernels_that_need_a_gpu_are_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="on a GPU"):
+        choose_attention("varlen", "cpu", torch.bfloat16)
+
+
+def test_a_greedy_temperature_has_no_log_probs(model_path):
+    with pytest.raises(ValueError, match="temperature=0"):
+        PolicyModel(load(AutoModelForCausalLM, model_path))(pack(rows_of(make_batch(rows=2))), 0.0)

@@ -1,0 +1,330 @@
+"""Actor and critic on one rank: losses and gradients against float64, invariances, skipped steps, saving."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_worker_models import (
+    critic_config,
+    gradients_of,
+    local_group,
+    make_batch,
+    parameters_of,
+    policy_config,
+    reward_config,
+    write_model,
+    write_reward_model,
+)
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from verl_like.protocol import DataProto, metric_values
+from verl_like.single_controller.failure import WorkerError
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reward_model import RewardModelWorker
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "policy")
+
+
+def actor_group(path, **settings):
+    return local_group(ActorRolloutRefWorker, policy_config(path, **settings), role="actor", seed=1)
+
+
+def critic_group(path, **settings):
+    return local_group(CriticWorker, critic_config(path, **settings), seed=1)
+
+
+def update(group, data):
+    """Metrics of one update."""
+    call = group.update_actor if isinstance(group.workers[0], ActorRolloutRefWorker) else group.update_critic
+    return metric_values(call(data).get().meta_info["metrics"])
+
+
+def relative_error(got, expected):
+    return max(((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+
+
+def reference_policy_loss(hf, data, entropy_coeff=0.0, kl_coef=0.0):
+    """The actor's objective by the book, row by row without padding: token-mean of clipped surrogate, entropy, k3."""
+    rows, total = data.batch, 0.0
+    for row in range(len(data)):
+        tokens = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
+        count = int(rows["response_mask"][row].sum())
+        log_probs_all = torch.log_softmax(hf(tokens).logits[0, -count - 1 : -1] / 0.7, dim=-1)
+        log_prob = log_probs_all.gather(-1, tokens[0, -count:, None])[:, 0]
+        entropy = -(log_probs_all.exp() * log_probs_all).sum(-1)
+        old, ref, advantage = (
+            rows[name][row, :count].double() for name in ("old_log_probs", "ref_log_prob", "advantages")
+        )
+        ratio = (log_prob - old).exp()
+        surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate)
+        kl = ((ref - log_prob).exp() - (ref - log_prob) - 1).clamp(-10, 10)
+        total = total + (surrogate - entropy_coeff * entropy + kl_coef * kl).sum()
+    return total / rows["response_mask"].sum()
+
+
+def test_the_actor_loss_and_its_gradient_are_those_of_a_float64_reference(model_path):
+    data = make_batch()
+    group = actor_group(model_path, micro=3, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+    gradients, metrics = gradients_of(group.workers[0], lambda: update(group, data))
+    hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager").double()
+    loss = reference_policy_loss(hf, data, entropy_coeff=0.01, kl_coef=0.1)
+    loss.backward()
+    expected = {name: parameter.grad.float() for name, parameter in hf.named_parameters()}
+    assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert relative_error(gradients, expected) < 1e-5
+    norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in hf.parameters()))
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_critic_loss_is_half_the_mean_clipped_squared_error(model_path):
+    data = make_batch()
+    group = critic_group(model_path, micro=3)
+    mask = data.batch["response_mask"].bool()
+    new, old, target = (
+        column[mask].double()
+        for column in (
+            group.compute_values(data).get().batch["values"],
+            data.batch["values"],
+            data.batch["returns"],
+        )
+    )
+    clipped = old + (new - old).clamp(-0.5, 0.5)
+    expected = 0.5 * torch.maximum((new - target) ** 2, (clipped - target) ** 2).mean().item()
+    metrics = update(group, data)
+    assert metrics["critic/vf_loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["critic/vpred_mean"] == pytest.approx(new.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_gradient_is_the_same_for_every_micro_batch_size(model_path, mode):
+    data, results = make_batch(), []
+    for micro in (8, 3, 1):
+        group = actor_group(model_path, micro=micro, loss_agg_mode=mode, entropy_coeff=0.01)
+        results.append(gradients_of(group.workers[0], lambda group=group: update(group, data)))
+    for gradients, metrics in results[1:]:
+        assert relative_error(gradients, results[0][0]) < 2e-6
+        for name in ("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy_loss", "actor/grad_norm"):
+            assert metrics[name] == pytest.approx(results[0][1][name], rel=1e-5)
+
+
+def test_padding_rows_change_neither_gradient_nor_metrics(model_path):
+    data = make_batch(rows=6)
+    filler = make_batch(rows=2, seed=7)
+    padded = DataProto.concat([data, filler])
+    padded.batch["is_pad"] = torch.tensor([False] * 6 + [True] * 2)
+    results = []
+    for batch, micro in ((data, 6), (padded, 2)):
+        group = actor_group(model_path, micro=micro)
+        results.append(gradients_of(group.workers[0], lambda group=group, batch=batch: update(group, batch)))
+    (gradients, metrics), (padded_gradients, padded_metrics) = results
+    assert relative_error(padded_gradients, gradients) < 2e-6
+    assert padded_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
+    assert padded_metrics["actor/ppo_kl"] == pytest.approx(metrics["actor/ppo_kl"], rel=1e-5)
+
+
+def test_a_batch_without_any_response_token_takes_no_step(model_path):
+    data = make_batch(rows=4)
+    data.batch["response_mask"] = torch.zeros_like(data.batch["response_mask"])
+    group = actor_group(model_path)
+    before = parameters_of(group.workers[0])
+    update(group, data)
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+
+
+def test_epochs_and_mini_batches_each_take_a_step(model_path):
+    group = actor_group(model_path, prompts=2, ppo_epochs=3)
+    worker, steps = group.workers[0], []
+    take_step = worker.engine.step
+    worker.engine.step = lambda: steps.append(take_step()) or steps[-1]
+    update(group, make_batch(rows=8))
+    assert len(steps) == 3 * 4
+
+
+def test_gradients_are_clipped_to_the_configured_norm(model_path):
+    data = make_batch()
+    free = gradients_of((group := actor_group(model_path)).workers[0], lambda: update(group, data))[0]
+    group = actor_group(model_path, grad_clip=0.01)
+    clipped, metrics = gradients_of(group.workers[0], lambda: update(group, data), after_clipping=True)
+    assert math.sqrt(sum(g.square().sum().item() for g in clipped.values())) == pytest.approx(0.01, rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in free.values())))
+
+
+def test_tied_weights_stay_tied_and_get_both_gradients(tmp_path):
+    path = write_model(tmp_path / "tied", tie=True)
+    data = make_batch()
+    group = actor_group(path)
+    gradients, _ = gradients_of(group.workers[0], lambda: update(group, data))
+    hf = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    reference_policy_loss(hf, data).backward()
+    assert "lm_head.weight" not in gradients
+    assert relative_error(gradients, {name: p.grad.float() for name, p in hf.named_parameters()}) < 1e-5
+
+
+def test_a_non_finite_gradient_skips_the_step_and_is_counted(model_path):
+    data = make_batch()
+    broken = make_batch()
+    broken.batch["advantages"][0, 0] = float("inf")
+    group = actor_group(model_path, max_skipped_steps=1)
+    before = parameters_of(group.workers[0])
+    metrics = update(group, broken)
+    assert metrics["actor/skipped_steps"] == 1
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+    assert update(group, data)["actor/skipped_steps"] == 0
+    update(group, broken)
+    with pytest.raises(WorkerError, match="max_skipped_steps=1"):
+        update(group, broken)
+
+
+def test_offloading_changes_no_number(model_path):
+    data, results = make_batch(), []
+    for offload in (False, True):
+        group = actor_group(model_path, fsdp={"param_offload": offload, "optimizer_offload": offload})
+        update(group, data)
+        update(group, data)
+        results.append(parameters_of(group.workers[0]))
+    assert all(torch.equal(value, results[0][name]) for name, value in results[1].items())
+
+
+def test_gradient_checkpointing_changes_no_number(model_path):
+    data, results = make_batch(), []
+    for enable in (True, False):
+        config = policy_config(model_path)
+        model = config.model.model_copy(update={"enable_gradient_checkpointing": enable})
+        config = config.model_copy(update={"model": model})
+        group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+        results.append(gradients_of(group.workers[0], lambda group=group: update(group, data))[0])
+    assert relative_error(results[1], results[0]) < 1e-6
+
+
+def test_bfloat16_layers_train_float32_weights(model_path):
+    group = actor_group(model_path, fsdp={"dtype": "bfloat16"})
+    metrics = update(group, make_batch())
+    assert all(value.dtype == torch.float32 for value in parameters_of(group.workers[0]).values())
+    reference = update(actor_group(model_path), make_batch())
+    assert metrics["actor/grad_norm"] == pytest.approx(reference["actor/grad_norm"], rel=0.1)
+    assert metrics["actor/grad_norm"] != reference["actor/grad_norm"]
+
+
+def test_log_probs_of_a_fresh_actor_and_the_reference_are_the_same(model_path):
+    data = make_batch()
+    reference = local_group(ActorRolloutRefWorker, policy_config(model_path), role="ref", seed=1)
+    actor = actor_group(model_path, micro=3)
+    output = actor.compute_log_prob(data).get()
+    ref_log_prob = reference.compute_ref_log_prob(data).get().batch["ref_log_prob"]
+    torch.testing.assert_close(output.batch["old_log_probs"], ref_log_prob, rtol=0, atol=1e-5)
+    mask = data.batch["response_mask"].bool()
+    entropy = metric_values(output.meta_info["metrics"])["actor/entropy"]
+    assert entropy == pytest.approx(output.batch["entropys"][mask].mean().item(), rel=1e-5)
+    # A ratio of 1 everywhere: the loss is minus the mean advantage, nothing is clipped, the KL is 0.
+    data.batch["old_log_probs"] = ref_log_prob
+    metrics = update(actor, data)
+    assert metrics["actor/pg_loss"] == pytest.approx(-data.batch["advantages"][mask].mean().item(), rel=1e-4)
+    assert metrics["actor/pg_clipfrac"] == 0 and metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_learning_rate_follows_the_updates(model_path):
+    group = actor_group(model_path, optim={"lr": 1.0, "lr_warmup_steps": 4})
+    data = make_batch()
+    assert [update(group, data)["actor/lr"] for _ in range(2)] == [0.25, 0.5]
+
+
+def test_the_exported_policy_reloads_with_the_same_logits(model_path, tmp_path):
+    group = actor_group(model_path)
+    data = make_batch()
+    update(group, data)
+    target = tmp_path / "global_step_1" / "huggingface"
+    group.save_hf(str(target))
+    group.save_hf(str(target))
+    assert not list(target.parent.glob("huggingface.*"))
+    log_probs_BR = group.compute_log_prob(data).get().batch["old_log_probs"]
+    hf = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
+    assert hf.dtype == torch.float32
+    tokens = data.batch["input_ids"][0][data.batch["attention_mask"][0].bool()]
+    count = int(data.batch["response_mask"][0].sum())
+    expected = torch.log_softmax(hf(tokens[None]).logits[0, -count - 1 : -1] / 0.7, -1).gather(
+        -1, tokens[-count:, None]
+    )
+    torch.testing.assert_close(log_probs_BR[0, :count], expected[:, 0], rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(target).eos_token == "<eos>"
+    exported, trained = load_file(target / "model.safetensors"), parameters_of(group.workers[0])
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
+def test_the_exported_critic_reloads_with_its_head(model_path, tmp_path):
+    group = critic_group(model_path)
+    update(group, make_batch())
+    group.save_hf(str(tmp_path / "critic"))
+    hf = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    assert torch.equal(hf.score.weight, parameters_of(group.workers[0])["score.weight"])
+
+
+def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path):
+    data, path = make_batch(), str(tmp_path / "checkpoint")
+    settings = {"optim": {"lr": 1e-2, "lr_scheduler_type": "linear", "total_training_steps": 5}}
+    straight = actor_group(model_path, **settings)
+    update(straight, data)
+    straight.save_checkpoint(path)
+    resumed = actor_group(model_path, **settings)
+    resumed.load_checkpoint(path)
+    assert update(straight, data)["actor/lr"] == update(resumed, data)["actor/lr"] == 8e-3
+    expected = parameters_of(straight.workers[0])
+    assert all(torch.equal(value, expected[name]) for name, value in parameters_of(resumed.workers[0]).items())
+
+
+def test_loading_a_checkpoint_that_is_not_there_is_an_error(model_path, tmp_path):
+    with pytest.raises(WorkerError, match="There is no checkpoint"):
+        actor_group(model_path).load_checkpoint(str(tmp_path / "nothing"))
+
+
+def test_exported_weights_hold_every_parameter_once(model_path):
+    group = actor_group(model_path)
+    (export,) = group.export_weights(version=4).get()
+    assert export.version == 4 and export.num_parameters == len(parameters_of(group.workers[0]))
+
+
+def test_the_reward_models_score_lies_on_the_last_response_token(tmp_path):
+    group = local_group(
+        RewardModelWorker, reward_config(write_reward_model(tmp_path / "reward"), micro_batch_size_per_gpu=3)
+    )
+    data = make_batch()
+    scores_BR = group.compute_rm_score(data).get().batch["rm_scores"]
+    last_B = data.batch["response_mask"].sum(-1) - 1
+    assert torch.equal(scores_BR.nonzero()[:, 1], last_B)
+
+
+def test_a_mini_batch_that_does_not_divide_by_the_ranks_is_refused(model_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    worker = CriticWorker(critic_config(model_path), seed=1)
+    monkeypatch.setattr("verl_like.workers.critic.init_process_group", lambda *_: None)
+    with pytest.raises(ValueError, match=r"critic\.ppo_mini_batch_size=8 prompts x 1 samples"):
+        worker.init_model()
+
+
+class HalvedLossActor(ActorRolloutRefWorker):
+    """A user's subclass that changes the objective."""
+
+    def policy_loss(self, micro, mini_batch):
+        loss, metrics = super().policy_loss(micro, mini_batch)
+        return 0.5 * loss, metrics
+
+
+def test_a_subclass_changes_the_objective(model_path):
+    data = make_batch()
+    whole = update(actor_group(model_path), data)
+    half = local_group(HalvedLossActor, policy_config(model_path), role="actor", seed=1)
+    metrics = metric_values(half.update_actor(data).get().meta_info["metrics"])
+    assert metrics["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"] / 2, rel=1e-6)

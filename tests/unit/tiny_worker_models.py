@@ -1,0 +1,155 @@
+"""Tiny Llama folders, batches and settings for the tests of the training workers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.workers.config import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
+from verl_like.workers.trained_worker import TrainedWorker
+
+VOCABULARY = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789 .,+-*/=()?!:"]
+PROMPT, RESPONSE = 5, 6
+
+
+def write_model(path: Path, architecture: type = LlamaForCausalLM, tie: bool = False) -> str:
+    """A randomly initialised Llama with two layers and grouped heads, and a tokenizer of single characters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=tie,
+        num_labels=1,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    architecture(config).save_pretrained(path)
+    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    return str(path)
+
+
+def write_reward_model(path: Path) -> str:
+    return write_model(path, LlamaForSequenceClassification)
+
+
+def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
+    """Rows with prompts of 1 to 5 and responses of 1 to 6 tokens, and every column an update reads."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    prompt_lengths = torch.randint(1, PROMPT + 1, (rows, 1), generator=generator)
+    response_lengths = torch.randint(1, RESPONSE + 1, (rows, 1), generator=generator)
+    prompt_mask = (torch.arange(PROMPT) >= PROMPT - prompt_lengths).long()
+    response_mask = (torch.arange(RESPONSE) < response_lengths).long()
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    input_ids = torch.randint(2, len(VOCABULARY), (rows, PROMPT + RESPONSE), generator=generator) * attention_mask
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "old_log_probs": -4 + 0.5 * draw(rows, RESPONSE),
+            "ref_log_prob": -4 + 0.5 * draw(rows, RESPONSE),
+            "advantages": draw(rows, RESPONSE),
+            "values": draw(rows, RESPONSE),
+            "returns": draw(rows, RESPONSE),
+        }
+    )
+
+
+def policy_config(
+    path: str, *, prompts: int = 8, micro: int = 8, fsdp: dict[str, Any] | None = None, **actor: Any
+) -> ActorRolloutRefConfig:
+    """Settings of the policy in float32: mini-batches of `prompts` rows, micro-batches of `micro` rows."""
+    fsdp_config = {"dtype": "float32", **(fsdp or {})}
+    return ActorRolloutRefConfig.model_validate(
+        {
+            "model": {"path": path},
+            "actor": {
+                "ppo_mini_batch_size": prompts,
+                "ppo_micro_batch_size_per_gpu": micro,
+                "optim": {"lr": 1e-2},
+                "grad_clip": 1e6,
+                **actor,
+                "fsdp_config": fsdp_config,
+            },
+            "ref": {"log_prob_micro_batch_size_per_gpu": micro, "fsdp_config": {"dtype": "float32"}},
+            "rollout": {
+                "prompt_length": PROMPT,
+                "response_length": RESPONSE,
+                "temperature": 0.7,
+                "log_prob_micro_batch_size_per_gpu": micro,
+            },
+        }
+    )
+
+
+def local_group(worker_class: type, config: Any, **arguments: Any) -> LocalWorkerGroup:
+    """One rank in this process, with its model loaded."""
+    group = LocalWorkerGroup(ClassWithInitArgs(worker_class, config=config, **arguments))
+    group.init_model()
+    return group
+
+
+def critic_config(path: str, *, prompts: int = 8, micro: int = 8, **critic: Any) -> CriticConfig:
+    return CriticConfig.model_validate(
+        {
+            "model": {"path": path, "fsdp_config": {"dtype": "float32"}},
+            "optim": {"lr": 1e-2},
+            "ppo_mini_batch_size": prompts,
+            "rollout_n": 1,
+            "ppo_micro_batch_size_per_gpu": micro,
+            "ppo_epochs": 1,
+            "loss_agg_mode": "token-mean",
+            "grad_clip": 1e6,
+            **critic,
+        }
+    )
+
+
+def reward_config(path: str, **settings: Any) -> RewardModelConfig:
+    return RewardModelConfig.model_validate(
+        {"enable": True, "model": {"path": path, "fsdp_config": {"dtype": "float32"}}, **settings}
+    )
+
+
+def parameters_of(worker: TrainedWorker) -> dict[str, torch.Tensor]:
+    """Whole parameters by their Hugging Face names, copied."""
+    return {name: p.detach().full_tensor().clone() for name, p in worker.engine.named_parameters()}
+
+
+def gradients_of(
+    worker: TrainedWorker, update: Callable[[], Any], after_clipping: bool = False
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Whole gradients that the last optimizer step of `update` found or, if asked for, applied; and its result."""
+    engine, gradients = worker.engine, {}
+    owner = engine.optimizer if after_clipping else engine
+    step = owner.step
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        gradients.update({name: p.grad.full_tensor().clone() for name, p in engine.named_parameters()})
+        return step(*args, **kwargs)
+
+    owner.step = record
+    return gradients, update()
