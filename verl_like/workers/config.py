@@ -365,7 +365,7 @@ class RewardModelConfig(ConfigModel):
     """A learned reward that scores whole responses."""
 
     enable: bool = False
-    """Score responses with a reward model, in addition to the rule reward."""
+    """Score responses with a reward model in place of the built-in rewards. A custom_reward_function is added to it."""
     model: RewardModelModelConfig = RewardModelModelConfig()
     micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank."""

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -98,6 +98,11 @@ def compose_tree(overrides: Sequence[str], config_name: str = BASE, config_dir: 
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
             return compose("run", [*search_path, *map(_as_forced, parsed)])
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"{error.override}: expected key=value; a value with characters such as ~ = or , is quoted for Hydra "
+            "and for the shell: 'key=\"~/a,b\"'"
+        ) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _config_error(error) from error
 
@@ -130,7 +135,7 @@ def _as_forced(override: Override) -> str:
         raise ConfigError(f"{line}: one run has one value a key; quote the value if the comma belongs to it")
     if override.is_delete():
         return line
-    options = override.config_loader.get_group_options(key)
+    options = [] if "." in key else override.config_loader.get_group_options(key)
     if key in PRESETS and override.value() not in options:
         raise ConfigError(f"{line}: expected one of {', '.join(options)}")
     if key in PRESETS:
@@ -192,7 +197,7 @@ def _config_error(error: Exception) -> ConfigError:
     while cause is not None and not isinstance(cause, ConfigError):
         cause = cause.__cause__ or cause.__context__
     # A resolver of the presets raised it, and OmegaConf wrapped it in its own words.
-    return cause or ConfigError(str(error).partition("\nSee https")[0])
+    return cause or ConfigError(str(error))
 
 
 def _raise_if_any(problems: list[str]) -> None:

@@ -1,0 +1,54 @@
+"""The configuration stays small, documented and used; its modules stay light."""
+
+import ast
+import json
+import subprocess
+import sys
+
+from source_tree import PACKAGE, ROOT, parse, python_files
+
+from verl_like.trainer.config.compose import leaves
+from verl_like.trainer.config.reference import render_config_reference
+
+MAX_LEAVES = 150
+CONFIG_FILES = [PACKAGE / "workers/config.py", *python_files(PACKAGE / "trainer/config")]
+
+
+def test_the_configuration_has_at_most_150_keys():
+    number = len(list(leaves()))
+    assert number <= MAX_LEAVES, f"{number} keys: a new key needs a user, and one without a user can go"
+
+
+def test_every_key_is_documented():
+    undocumented = [path for path, model, name in leaves() if not model.model_fields[name].description]
+    assert not undocumented, f"write a docstring under these fields: {undocumented}"
+
+
+# Read where the configuration is resolved: by the presets, and as what clip_ratio_low and clip_ratio_high mean by null.
+READ_BY_THE_CONFIGURATION = {"trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.actor.clip_ratio"}
+
+
+def test_every_key_is_read_somewhere():
+    """A key that nothing reads would be a setting without effect."""
+    files = [path for path in python_files() if path not in CONFIG_FILES]
+    read = {
+        node.attr
+        for path in files
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    unread = [path for path, _, name in leaves() if name not in read and path not in READ_BY_THE_CONFIGURATION]
+    assert not unread, f"no module outside the configuration reads these keys: {unread}"
+
+
+def test_the_configuration_page_is_fresh():
+    assert (ROOT / "docs/config.md").read_text() == render_config_reference(), "run: make docs"
+
+
+def test_the_configuration_imports_no_heavy_package():
+    program = (
+        "import json, sys\nimport verl_like.trainer.config.reference, verl_like.trainer.main_ppo\n"
+        "print(json.dumps([m for m in ('torch', 'ray', 'vllm', 'transformers', 'numpy') if m in sys.modules]))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(output.stdout) == []

@@ -1,0 +1,256 @@
+"""Combinations of keys that cannot run are refused with the sum that does not come out."""
+
+import pytest
+
+from verl_like.trainer.config import ConfigError, PPOConfig, load_config
+
+REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
+# 4 processes, 16 prompts a step, 8 a mini-batch: 2 responses a process, one pass.
+SMALL = [
+    "trainer.n_gpus_per_node=4",
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+]
+
+
+def small(*overrides: str) -> PPOConfig:
+    return load_config([*REQUIRED, *SMALL, *overrides])
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        small(*overrides)
+    return str(error.value)
+
+
+def test_the_small_configuration_itself_is_accepted():
+    assert small().num_processes("actor") == 4
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "gpus", "half"),
+    [(1, 2, (1,)), (1, 8, (4,)), (2, 8, (8,)), (4, 8, (8, 8)), (2, 1, (1,))],
+)
+def test_split_placement_halves_a_node_or_the_nodes(nnodes: int, gpus: int, half: tuple[int, ...]):
+    config = small("placement=split", f"trainer.nnodes={nnodes}", f"trainer.n_gpus_per_node={gpus}", *EVEN)
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": half, "critic_pool": half}
+    assert {role for role, pool in config.role_mapping.items() if pool == "critic_pool"} == {"critic", "reward_model"}
+
+
+EVEN = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "gpus", "fix"),
+    [
+        (1, 1, "Set trainer.n_gpus_per_node=2 or more, or placement=colocated"),
+        (1, 3, "Set trainer.n_gpus_per_node=2 or trainer.n_gpus_per_node=4"),
+        (3, 8, "Set trainer.nnodes=2 or trainer.nnodes=4"),
+        (3, 1, "'resource_pool_spec.actor_rollout_ref_pool=[1, 1]' 'resource_pool_spec.critic_pool=[1]'"),
+    ],
+)
+def test_a_split_that_leaves_a_device_over_is_refused_with_the_fix(nnodes: int, gpus: int, fix: str):
+    message = refusal("placement=split", f"trainer.nnodes={nnodes}", f"trainer.n_gpus_per_node={gpus}")
+    assert f"trainer.nnodes={nnodes} x trainer.n_gpus_per_node={gpus} has no two equal halves" in message
+    assert fix in message
+
+
+def test_pools_sized_by_hand_replace_the_halves():
+    config = small(
+        "placement=split",
+        "trainer.n_gpus_per_node=3",
+        "resource_pool_spec.actor_rollout_ref_pool=[2]",
+        "resource_pool_spec.critic_pool=[1]",
+    )
+    assert (config.num_processes("actor"), config.num_processes("critic")) == (2, 1)
+
+
+def test_the_critic_gets_a_pool_of_its_own_by_overrides():
+    config = small("resource_pool_spec.critic_pool=[4]", "role_mapping.critic=critic_pool")
+    assert config.resource_pool_spec == {"global_pool": (4,), "critic_pool": (4,)}
+
+
+def test_a_new_role_needs_a_pool_and_a_worker_class():
+    new_pool, new_role = "resource_pool_spec.teacher_pool=[1]", "role_mapping.teacher=teacher_pool"
+    new_class = "worker_classes.teacher=my_pkg.mod.TeacherWorker"
+    assert small(new_pool, new_role, new_class).active_roles == ("actor", "rollout", "critic", "teacher")
+    assert "worker_classes.teacher=package.module.Class" in refusal(new_pool, new_role)
+    assert "role_mapping.teacher=<pool>" in refusal(new_class)
+    assert "expected an import path" in refusal(new_pool, new_role, "worker_classes.teacher=TeacherWorker")
+
+
+def test_a_role_on_a_missing_pool_names_role_pools_and_the_nearest_one():
+    message = refusal("resource_pool_spec.critic_pool=[4]", "role_mapping.critic=critc_pool")
+    assert message == (
+        "role_mapping.critic=critc_pool: there is no such pool, only ['global_pool', 'critic_pool']; "
+        "did you mean critic_pool?"
+    )
+
+
+def test_a_misspelt_role_is_refused_with_the_nearest_one():
+    assert refusal("role_mapping.critc=global_pool").endswith("did you mean critic?")
+
+
+def test_a_needed_role_without_a_pool_is_refused_with_the_reason():
+    assert "role_mapping.critic is not set, but the advantage estimator needs values" in refusal("~role_mapping.critic")
+    kl = refusal("~role_mapping.ref", "algorithm.use_kl_in_reward=true")
+    assert "role_mapping.ref is not set, but a KL term" in kl
+    reward = refusal("~role_mapping.reward_model", "reward_model.enable=true", "reward_model.model.path=rm")
+    assert "role_mapping.reward_model is not set, but reward_model.enable is true" in reward
+
+
+def test_roles_that_do_not_run_need_no_pool():
+    assert small("~role_mapping.ref", "~role_mapping.reward_model").active_roles == ("actor", "rollout", "critic")
+
+
+def test_an_empty_pool_is_refused():
+    assert "resource_pool_spec.p=[]" in refusal("resource_pool_spec.p=[]", "role_mapping.critic=p")
+
+
+def test_a_pool_that_no_running_role_uses_is_refused():
+    assert "resource_pool_spec.spare=[2]" in refusal("resource_pool_spec.spare=[2]")
+    grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    assert "resource_pool_spec.critic_pool=[2]" in refusal("placement=split", *grpo)
+    assert small("placement=split", *grpo, "~resource_pool_spec.critic_pool").active_roles == ("actor", "rollout")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles"),
+    [
+        ([], ("actor", "rollout", "critic")),
+        (["algorithm.use_kl_in_reward=true"], ("actor", "rollout", "ref", "critic")),
+        (["actor_rollout_ref.actor.use_kl_loss=true"], ("actor", "rollout", "ref", "critic")),
+        (
+            ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"],
+            ("actor", "rollout", "ref", "critic"),
+        ),
+        (["algorithm.adv_estimator=my_own"], ("actor", "rollout")),
+        (["algorithm.adv_estimator=my_own", "critic.enable=true"], ("actor", "rollout", "critic")),
+        (["reward_model.enable=true", "reward_model.model.path=x"], ("actor", "rollout", "critic", "reward_model")),
+    ],
+)
+def test_the_roles_that_run_follow_from_the_algorithm(overrides: list[str], roles: tuple[str, ...]):
+    assert small(*overrides).active_roles == roles
+
+
+def test_a_mini_batch_that_does_not_divide_the_batch_shows_the_nearest_sizes():
+    message = refusal("actor_rollout_ref.actor.ppo_mini_batch_size=6")
+    assert message == (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=6 does not divide data.train_batch_size=16 (both count prompts); "
+        "nearest possible values: 4 and 8"
+    )
+
+
+def test_a_mini_batch_larger_than_the_batch_is_refused():
+    assert "nearest possible values: 16" in refusal("actor_rollout_ref.actor.ppo_mini_batch_size=32")
+
+
+def test_a_mini_batch_that_does_not_divide_over_the_ranks_shows_the_sum():
+    # 2 prompts x 3 responses = 6 responses over 4 processes; of the divisors of 16, 4 prompts = 12 responses is next.
+    message = refusal("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=3")
+    assert message == (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2 x rollout.n=3 = 6 responses do not split evenly over the 4 "
+        "processes of the pool global_pool; with data.train_batch_size=16, nearest possible values: 4"
+    )
+
+
+def test_seven_prompts_of_three_responses_do_not_divide_over_four_ranks():
+    sizes = [
+        "data.train_batch_size=7",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=7",
+        "actor_rollout_ref.rollout.n=3",
+    ]
+    message = refusal(*sizes)
+    assert "7 x rollout.n=3 = 21 responses" in message and "make both multiples of 4" in message
+
+
+def test_a_micro_batch_that_does_not_divide_a_ranks_share_shows_the_sum():
+    # 8 prompts x 6 responses / 4 processes = 12 responses a process.
+    message = refusal(
+        "actor_rollout_ref.rollout.n=6",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5",
+    )
+    assert "= 8 x 6 / 4 = 12 responses; nearest possible values: 4 and 6" in message
+
+
+def test_the_critic_is_judged_on_its_own_pool():
+    own_pool = ["resource_pool_spec.critic_pool=[3]", "role_mapping.critic=critic_pool"]
+    message = refusal(*own_pool)
+    assert message.startswith("critic.ppo_mini_batch_size=8 x rollout.n=1 = 8 responses do not split evenly over the 3")
+    assert small(*own_pool, "actor_rollout_ref.rollout.n=3").num_processes("critic") == 3
+
+
+def test_a_critic_that_does_not_run_is_not_judged():
+    grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    assert not small(*grpo, "critic.ppo_mini_batch_size=5").needs_critic
+
+
+def test_the_rollout_pool_holds_whole_engines():
+    message = refusal("actor_rollout_ref.rollout.tensor_model_parallel_size=3")
+    assert "does not divide the 4 processes of the pool global_pool; possible are [1, 2, 4]" in message
+
+
+def test_parameter_shards_divide_the_pool():
+    assert "fsdp_size=3" in refusal("actor_rollout_ref.actor.fsdp_config.fsdp_size=3")
+    assert "critic.model.fsdp_config.fsdp_size=3" in refusal("critic.model.fsdp_config.fsdp_size=3")
+    assert small("critic.model.fsdp_config.fsdp_size=2").critic.model.fsdp_config.fsdp_size == 2
+
+
+def test_grpo_needs_several_responses_to_a_prompt():
+    assert "rollout.n=1" in refusal("algorithm.adv_estimator=grpo")
+
+
+def test_gae_needs_its_critic():
+    assert "critic.enable=false" in refusal("critic.enable=false")
+
+
+def test_the_engine_is_long_enough_for_prompt_and_response():
+    assert "512 + 512 = 1024" in refusal("actor_rollout_ref.rollout.max_model_len=1023")
+    assert small("actor_rollout_ref.rollout.max_model_len=1024").actor_rollout_ref.rollout.max_model_len == 1024
+
+
+def test_a_clip_ratio_without_effect_is_refused():
+    actor = "actor_rollout_ref.actor"
+    both = [f"{actor}.clip_ratio_low=0.2", f"{actor}.clip_ratio_high=0.28"]
+    assert "clip_ratio=0.1 has no effect" in refusal(f"{actor}.clip_ratio=0.1", *both)
+    assert small(*both, f"{actor}.clip_ratio=0.28").actor_rollout_ref.actor.clip_ratio_low == 0.2
+
+
+def test_warm_up_is_given_once():
+    optim = "actor_rollout_ref.actor.optim"
+    assert "both set the warm-up" in refusal(f"{optim}.lr_warmup_steps=5", f"{optim}.lr_warmup_steps_ratio=0.1")
+
+
+def test_critic_warm_up_needs_a_critic_and_ends_before_the_run():
+    grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    assert "has no critic" in refusal(*grpo, "trainer.critic_warmup=1")
+    assert "never be updated" in refusal("trainer.critic_warmup=2", "trainer.total_training_steps=2")
+
+
+def test_several_greedy_validation_responses_are_refused():
+    values = "actor_rollout_ref.rollout.val_kwargs"
+    assert "all the same" in refusal(f"{values}.n=4")
+    assert small(f"{values}.n=4", f"{values}.temperature=0.6").actor_rollout_ref.rollout.val_kwargs.do_sample
+
+
+def test_reward_settings_without_effect_are_refused():
+    assert "custom_reward_function.path" in refusal("custom_reward_function.reward_kwargs={a: 1}")
+    assert "reward_model.model.path" in refusal("reward_model.enable=true")
+
+
+def test_a_logger_is_known_and_named_once():
+    assert "expected 'console'" in refusal("trainer.logger=[console,wndb]")
+    assert "names a logger twice" in refusal("trainer.logger=[console,console]")
+
+
+def test_all_broken_rules_are_named_at_once():
+    message = refusal(
+        "critic.enable=false", "trainer.critic_warmup=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
+    )
+    assert len(message.splitlines()) == 3
