@@ -75,6 +75,7 @@ class RunConsole:
         self.progress.update(self.task, total=total_steps, completed=step)
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """The line of a validation that belongs to no training step."""
         for name, value in metrics.items():
             if name.startswith("val-core/"):
                 self.progress.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{name} {value:.3f}[/]")

@@ -66,14 +66,18 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models; groups load at the same time."""
-        for _, roles in process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping}):
-            group = self.ray_worker_group_cls(
+        placement = []
+        roles_of_pools = process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping})
+        for pool, roles in roles_of_pools:
+            processes = self.ray_worker_group_cls(
                 self.resource_pool_manager.get_resource_pool(roles[0]),
                 create_colocated_worker_cls({role: self.role_worker_mapping[role] for role in roles}),
                 deadline_s=self.config.trainer.call_timeout_s,
                 on_call=self.recorder.timeline.record,
             )
-            self.groups |= group.spawn(roles)
+            self.groups |= processes.spawn(roles)
+            placement.append((pool, roles, processes))
+        self.recorder.show_placement([(pool, roles, group.worker_nodes) for pool, roles, group in placement])
         self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
         self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
         self.reward_model = self.groups.get(Role.RewardModel)
@@ -88,7 +92,8 @@ class RayPPOTrainer:
         total_steps = self.total_training_steps
         if trainer.val_before_train:
             with self.recorder.validation():
-                self.recorder.log(self.validate(), step=0)
+                metrics = self.validate()
+            self.recorder.log_validation(metrics)
         while self.global_step < total_steps:
             epoch, rows = self.sampler.batch(self.global_step)
             self.global_step += 1

@@ -56,8 +56,10 @@ def run_ppo(config: PPOConfig) -> int:
             scorer.check(val_dataset)
         role_worker_mapping = build_role_worker_mapping(config)
 
-        start_ray(config)
         recorder = RunRecorder(config)
+        recorder.console.say(f"{len(train_dataset)} training and {len(val_dataset)} validation prompts, {steps} steps.")
+        recorder.console.say("Starting Ray, the workers and the inference engines ...")
+        start_ray(config)
         pools = build_resource_pools(config)
         trainer = RayPPOTrainer(
             config, tokenizer, role_worker_mapping, pools, train_dataset, val_dataset, scorer, recorder

@@ -41,9 +41,15 @@ class RunRecorder:
         self.seconds: dict[str, float] = {}
         self.started = time.time()
 
-    def show_placement(self, rows: list[dict[str, str]]) -> None:
-        self.placement = rows
-        self.console.show_placement(rows)
+    def show_placement(self, processes: list[tuple[str, list[str], list[str]]]) -> None:
+        """Shows where the run is placed: (pool, roles of each process, node of each rank) for every worker group."""
+        for pool, roles, node_of_rank in processes:
+            for node in dict.fromkeys(node_of_rank):
+                ranks = [str(rank) for rank, its_node in enumerate(node_of_rank) if its_node == node]
+                self.placement.append(
+                    {"pool": pool, "node": node, "ranks": ", ".join(ranks), "roles": " + ".join(roles)}
+                )
+        self.console.show_placement(self.placement)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -79,6 +85,11 @@ class RunRecorder:
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.metrics.append({"step": step} | metrics)
         self.tracking.log(metrics, step)
+
+    def log_validation(self, metrics: dict[str, float]) -> None:
+        """The validation before the first step."""
+        self.log(metrics, step=0)
+        self.console.show_validation(0, metrics)
 
     def show_generations(
         self, step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores_B: np.ndarray
