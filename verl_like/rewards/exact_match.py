@@ -5,7 +5,7 @@ from typing import Any
 from verl_like.rewards.registry import register_reward
 
 
-@register_reward("exact_match", "exact_match/*")
+@register_reward("exact_match", "exact_match/*", "verl_like/*")
 def compute_score(
     data_source: str,
     solution_str: str,

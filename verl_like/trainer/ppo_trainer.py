@@ -23,7 +23,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import RuleScorer
+from verl_like.trainer.scoring import EXTRA_PREFIX, RuleScorer
 
 
 class RayPPOTrainer:
@@ -230,17 +230,15 @@ class RayPPOTrainer:
             prompts = self.val_dataset.collate([self.val_dataset[i] for i in rows], epoch=0)
             prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
             batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
-            extra_names: set[str] = set()
             for future in self.submit_scoring(batch):
-                output = self.collect(future)
-                extra_names |= set(output.non_tensor_batch)
-                batch = batch.union(output)
+                batch = batch.union(self.collect(future))
             scores_B = sum(column.sum(-1) for name, column in batch.batch.items() if name.endswith("_scores")).numpy()
-            sources += list(batch.non_tensor_batch[self.config.data.reward_fn_key])
+            sources += list(batch.non_tensor_batch["data_source"])
             prompt_ids += list(batch.non_tensor_batch["uid"])
             variables["reward"].append(scores_B)
-            for name in extra_names:
-                variables[name].append(batch.non_tensor_batch[name].astype(float))
+            for name, values_B in batch.non_tensor_batch.items():
+                if name.startswith(EXTRA_PREFIX) and values_B.dtype != object:
+                    variables[name.removeprefix(EXTRA_PREFIX)].append(values_B)
             if start == 0:
                 self.recorder.show_generations(self.global_step, self.tokenizer, batch, scores_B)
         return validation_metrics(sources, prompt_ids, {name: np.concatenate(v) for name, v in variables.items()})

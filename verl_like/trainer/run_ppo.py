@@ -50,7 +50,7 @@ def run_ppo(config: PPOConfig) -> int:
         config = with_training_steps(config, steps)
         if config.custom_reward_function.path or not config.reward_model.enable:
             manager = start_reward_manager(config)
-        scorer = RuleScorer(manager, tokenizer, config.data.reward_fn_key) if manager else None
+        scorer = RuleScorer(manager, tokenizer) if manager else None
         if scorer:
             scorer.check(train_dataset)
             scorer.check(val_dataset)

@@ -8,14 +8,16 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Metric
 from verl_like.rewards.manager import PendingRewards, RewardManager, RewardSample
 
+EXTRA_PREFIX = "reward_extra/"
+"""What a reward function returns besides the score, per sample, becomes columns with this prefix."""
+
 
 class RuleScorer:
     """Scores batches with a reward function; `submit` returns at once, so that scoring overlaps the other phases."""
 
-    def __init__(self, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, reward_fn_key: str) -> None:
+    def __init__(self, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
         self.manager = manager
         self.tokenizer = tokenizer
-        self.reward_fn_key = reward_fn_key
 
     def check(self, dataset: PromptDataset) -> None:
         """Scores the ground truth of the first row, so that a function that cannot work is refused before training.
@@ -24,9 +26,9 @@ class RuleScorer:
             RewardError: the function raised, hung or returned something that is not a score.
         """
         row = dataset[0]
-        ground_truth = row["reward_model"]["ground_truth"]
+        ground_truth = row["reward_model"].get("ground_truth")
         self.manager.check(
-            RewardSample("row 0", row[self.reward_fn_key], str(ground_truth), ground_truth, row["extra_info"])
+            RewardSample("row 0", row["data_source"], str(ground_truth), ground_truth, row["extra_info"])
         )
 
     def submit(self, batch: DataProto) -> "PendingScores":
@@ -39,9 +41,9 @@ class RuleScorer:
         samples = [
             RewardSample(
                 uid=columns["uid"][i],
-                data_source=columns[self.reward_fn_key][i],
+                data_source=columns["data_source"][i],
                 solution_str=text,
-                ground_truth=columns["reward_model"][i]["ground_truth"],
+                ground_truth=columns["reward_model"][i].get("ground_truth"),
                 extra_info=columns["extra_info"][i],
             )
             for i, text in enumerate(texts)
@@ -69,7 +71,7 @@ class PendingScores:
         }
         return DataProto.from_dict(
             tensors={"rule_scores": on_last_token(scores_B, self.mask_BR), "is_skipped": skipped_B},
-            non_tensors=result.extra,
+            non_tensors={f"{EXTRA_PREFIX}{name}": values for name, values in result.extra.items()},
             meta_info={"metrics": metrics},
         )
 

@@ -1,0 +1,38 @@
+"""A role of one's own: a frozen teacher in a pool of its own, whose opinion of a response is added to the reward."""
+
+import torch
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.models import SEQUENCE_COLUMNS
+
+WEIGHT = 0.1
+
+
+class TeacherWorker(ActorRolloutRefWorker):
+    """The reference policy's code with a role of its own; a role of the user's gets the whole configuration.
+
+    The teacher here is the model that training starts from. Another model is one line: give `super().__init__` a copy
+    of the settings with another `model.path`.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config.actor_rollout_ref, role="ref", seed=config.trainer.seed)
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["teacher_scores"],
+    )
+    def annotate(self, data: DataProto) -> DataProto:
+        """`teacher_scores` (B R): WEIGHT times the mean log-probability of a response's tokens, on its last token."""
+        log_probs_BR = self.compute_ref_log_prob(data).batch["ref_log_prob"]
+        mask_BR = data.batch["response_mask"].bool()
+        num_tokens_B = mask_BR.sum(-1).clamp(min=1)
+        mean_B = torch.where(mask_BR, log_probs_BR, 0.0).sum(-1) / num_tokens_B
+        scores_BR = torch.zeros_like(log_probs_BR)
+        scores_BR[torch.arange(len(mean_B)), num_tokens_B - 1] = WEIGHT * mean_B
+        return DataProto.from_dict(tensors={"teacher_scores": scores_BR})
