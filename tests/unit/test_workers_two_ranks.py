@@ -1,0 +1,162 @@
+"""Two real gloo processes against one: sharded and replicated, same gradients, log-probabilities and checkpoints."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+from tiny_worker_models import (
+    critic_config,
+    gradients_of,
+    local_group,
+    make_batch,
+    parameters_of,
+    policy_config,
+    write_model,
+)
+
+from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.critic import CriticWorker
+
+LAYOUTS = {"sharded": -1, "replicated": 1}
+OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True}
+
+
+def padded_half(data: DataProto, rank: int) -> DataProto:
+    """One rank's half of 7 rows: 4 and 3, the latter filled up with a marked copy of row 0."""
+    rows = DataProto.concat([data, data.select_idxs([0])]).select_idxs(list(range(4 * rank, 4 * rank + 4)))
+    rows.batch["is_pad"] = torch.tensor([False, False, False, rank == 1])
+    return rows
+
+
+def train_on_rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    torch.set_num_threads(1)
+    out, model = Path(folder), str(Path(folder, "model"))
+    data = padded_half(make_batch(rows=7), rank)
+    for layout, fsdp_size in LAYOUTS.items():
+        worker = ActorRolloutRefWorker(
+            policy_config(model, micro=3, fsdp={"fsdp_size": fsdp_size}, **OBJECTIVE), role="actor", seed=1
+        )
+        worker.init_model()
+        log_probs = worker.compute_log_prob(data).batch["old_log_probs"]
+        gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data))
+        export = worker.export_weights(version=1)
+        save_file(gradients, out / f"{layout}_gradients_{rank}")
+        save_file({"log_probs": log_probs} | parameters_of(worker), out / f"{layout}_state_{rank}")
+        values = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
+        (out / f"{layout}_metrics_{rank}.json").write_text(json.dumps(values))
+        (out / f"{layout}_exported_{rank}.json").write_text(json.dumps([n for b in export.buckets for n in b.names]))
+        worker.save_checkpoint(str(out / f"{layout}_checkpoint"))
+        worker.save_hf(str(out / f"{layout}_huggingface"))
+    critic = CriticWorker(critic_config(model, micro=3), seed=1)
+    critic.init_model()
+    gradients, _ = gradients_of(critic, lambda: critic.update_critic(data))
+    save_file(gradients, out / f"critic_gradients_{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Folder with what two ranks computed."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    write_model(folder / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(train_on_rank, (port, str(folder)), nprocs=2)
+    yield folder
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_rank(two_ranks):
+    """Gradients, metrics, log-probabilities and parameters of the same update on one rank."""
+    data = make_batch(rows=7)
+    group = local_group(
+        ActorRolloutRefWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE), role="actor", seed=1
+    )
+    log_probs = group.compute_log_prob(data).get().batch["old_log_probs"]
+    gradients, output = gradients_of(group.workers[0], lambda: group.update_actor(data).get())
+    return {
+        "gradients": gradients,
+        "metrics": metric_values(output.meta_info["metrics"]),
+        "log_probs": log_probs,
+        "parameters": parameters_of(group.workers[0]),
+    }
+
+
+def relative_error(got, expected):
+    return max(((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_have_the_gradient_of_one(two_ranks, one_rank, layout):
+    for rank in (0, 1):
+        gradients = load_file(two_ranks / f"{layout}_gradients_{rank}")
+        assert relative_error(gradients, one_rank["gradients"]) < 2e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_report_the_metrics_of_one(two_ranks, one_rank, layout):
+    parts = [json.loads((two_ranks / f"{layout}_metrics_{rank}.json").read_text()) for rank in (0, 1)]
+    merged = metric_values(merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts]))
+    del merged["actor/perf/cpu_memory_used_gb"]
+    for name, value in merged.items():
+        assert value == pytest.approx(one_rank["metrics"][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_compute_the_log_probs_of_one(two_ranks, one_rank, layout):
+    halves = [load_file(two_ranks / f"{layout}_state_{rank}")["log_probs"] for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat(halves)[:7], one_rank["log_probs"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_ranks_hold_the_same_weights_after_the_update(two_ranks, layout):
+    first, second = (load_file(two_ranks / f"{layout}_state_{rank}") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first if name != "log_probs")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, layout):
+    config = policy_config(str(two_ranks / "model"), **OBJECTIVE)
+    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    group.load_checkpoint(str(two_ranks / f"{layout}_checkpoint"))
+    saved = load_file(two_ranks / f"{layout}_state_0")
+    loaded = parameters_of(group.workers[0])
+    assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
+    engine = group.workers[0].engine
+    assert engine.training_steps == 1
+    moments = engine.optimizer.state[engine.parameters[0]]
+    assert moments["step"].item() == 1 and moments["exp_avg"].full_tensor().any()
+    group.update_actor(make_batch(rows=7)).get()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_write_one_complete_model_folder(two_ranks, layout):
+    exported = load_file(two_ranks / f"{layout}_huggingface" / "model.safetensors")
+    saved = load_file(two_ranks / f"{layout}_state_0")
+    assert all(torch.equal(exported[name], saved[name]) for name in exported)
+    assert set(exported) == set(saved) - {"log_probs"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_ranks_exports_together_hold_every_parameter_once(two_ranks, one_rank, layout):
+    names = [n for rank in (0, 1) for n in json.loads((two_ranks / f"{layout}_exported_{rank}.json").read_text())]
+    assert sorted(names) == sorted(one_rank["parameters"])
+
+
+def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):
+    data = make_batch(rows=7)
+    group = local_group(CriticWorker, critic_config(str(two_ranks / "model")), seed=1)
+    gradients, _ = gradients_of(group.workers[0], lambda: group.update_critic(data).get())
+    for rank in (0, 1):
+        assert relative_error(load_file(two_ranks / f"critic_gradients_{rank}"), gradients) < 2e-6
