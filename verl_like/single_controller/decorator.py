@@ -125,10 +125,8 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
         if name.endswith("?") or name in present:
             continue
         column = COLUMNS.get(name)
-        writer = f"it is written by {column.writer}" if column else "it is not a column of docs/columns.md"
-        raise ValueError(
-            f"{role}.{spec.name} reads {name!r}, which its batch lacks: {writer}. Present: {sorted(present)}"
-        )
+        writer = f"written by: {column.writer}" if column else "no column of docs/columns.md, so of your own"
+        raise ValueError(f"{role}.{spec.name} reads {name!r}, not in its batch ({writer}). Present: {sorted(present)}")
 
 
 def check_writes(role: str, spec: MethodSpec, result: Any) -> None:

@@ -14,7 +14,7 @@ from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.decorator import check_reads, check_writes, registered_methods
 from verl_like.single_controller.failure import WorkerError
-from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard, column_names
+from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
 from verl_like.single_controller.worker import Worker
 
 
@@ -92,8 +92,7 @@ def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> Da
     """Drop the outputs that belong to the padding rows this call added, and their mark."""
     if not shard.padded:
         return result
-    names = column_names(result)
-    if PAD_COLUMN in names:
+    if PAD_COLUMN in result.tensors() and not shard.marked_before:
         result.pop(batch_keys=[PAD_COLUMN])
     if len(result) % shard.num_rows:
         raise ValueError(

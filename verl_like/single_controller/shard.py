@@ -22,7 +22,8 @@ class ResolvedShard:
     data: DataProto
     num_rows: int
     num_real_rows: int
-    padded: bool  # some rank of this call holds padding rows, and this call added the is_pad column
+    padded: bool  # some rank of this call holds padding rows
+    marked_before: bool  # the batch had a column is_pad of its own
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class BatchShard:
         total = sum(part_rows)
         if total == 0:
             whole = DataProto.concat(fetch([part.payload for part in self.parts]))
-            return ResolvedShard(whole, 0, 0, padded=False)
+            return ResolvedShard(whole, 0, 0, padded=False, marked_before=False)
         num_rows = -(-total // self.count)
         first = self.index * num_rows
         pieces = _locate_rows(part_rows, first, num_rows)
@@ -55,13 +56,13 @@ class BatchShard:
         data = views[0] if len(views) == 1 else DataProto.concat(views)
         for array in data.non_tensor_batch.values():
             array.flags.writeable = False  # a view of shared rows: NumPy itself refuses to write into it
+        marked_before = PAD_COLUMN in data.tensors()
         if num_rows * self.count == total:
-            return ResolvedShard(data, num_rows, num_rows, padded=False)
+            return ResolvedShard(data, num_rows, num_rows, padded=False, marked_before=marked_before)
         num_real_rows = min(num_rows, max(0, total - first))
         is_pad = torch.arange(num_rows) >= num_real_rows
-        return ResolvedShard(
-            _with_pad_column(data, is_pad), num_rows, num_real_rows, padded=PAD_COLUMN not in column_names(data)
-        )
+        data = _with_pad_column(data, is_pad)
+        return ResolvedShard(data, num_rows, num_real_rows, padded=True, marked_before=marked_before)
 
     def _select(self, data: DataProto) -> DataProto:
         return data if self.columns is None else select_columns(data, self.columns)

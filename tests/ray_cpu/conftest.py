@@ -1,0 +1,21 @@
+"""One Ray for each test file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},  # for toy_workers
+    )
+    yield
+    ray.shutdown()
