@@ -30,7 +30,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         "perf/total_num_tokens": Metric.sum(float(columns["attention_mask"].sum())),
         **_drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR),
     }
-    if "values" in columns:
+    if "values" in columns and mask_BR.any():
         returns, values = columns["returns"][mask_BR], columns["values"][mask_BR]
         metrics |= _mean_max_min("critic/values", values)
         unexplained = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)

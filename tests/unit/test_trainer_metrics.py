@@ -1,0 +1,80 @@
+"""Step and validation metrics against numbers derived by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.protocol import DataProto, metric_values
+from verl_like.trainer.metrics import batch_metrics, validation_metrics
+from verl_like.trainer.scoring import on_last_token
+
+
+def small_batch() -> DataProto:
+    """Two prompts of 1 and 2 tokens (P = 2), responses of 2 and 1 tokens (R = 2)."""
+    return DataProto.from_dict(
+        tensors={
+            "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]),
+            "response_mask": torch.tensor([[1, 1], [1, 0]]),
+            "token_level_scores": torch.tensor([[0.0, 1.0], [0.5, 9.0 * 0]]),
+            "token_level_rewards": torch.tensor([[-0.1, 0.9], [0.5, 0.0]]),
+            "advantages": torch.tensor([[1.0, 2.0], [-3.0, 77.0]]),
+            "returns": torch.tensor([[1.0, 3.0], [2.0, 77.0]]),
+            "values": torch.tensor([[1.0, 3.0], [0.5, -77.0]]),
+            "rollout_log_probs": torch.log(torch.tensor([[0.5, 0.25], [0.8, 1.0]])),
+            "old_log_probs": torch.log(torch.tensor([[0.5, 0.35], [0.6, 0.1]])),
+        }
+    )
+
+
+def test_batch_metrics_count_response_tokens_only():
+    metrics = metric_values(batch_metrics(small_batch(), max_prompt_length=2, max_response_length=2))
+    assert metrics["critic/score/mean"] == pytest.approx(0.75)
+    assert metrics["critic/rewards/mean"] == pytest.approx((0.8 + 0.5) / 2)
+    assert metrics["critic/advantages/mean"] == pytest.approx(0.0)
+    assert metrics["critic/advantages/max"] == 2.0 and metrics["critic/advantages/min"] == -3.0
+    assert metrics["response_length/mean"] == 1.5 and metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/max"] == 2 and metrics["prompt_length/clip_ratio"] == 0.5
+    assert metrics["perf/total_num_tokens"] == 6
+
+
+def test_explained_variance_compares_the_residual_with_the_returns():
+    metrics = metric_values(batch_metrics(small_batch(), 2, 2))
+    returns, residual = np.array([1.0, 3.0, 2.0]), np.array([0.0, 0.0, 1.5])
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - residual.var() / returns.var(), abs=1e-4)
+
+
+def test_drift_is_the_difference_of_probabilities_not_of_log_probabilities():
+    metrics = metric_values(batch_metrics(small_batch(), 2, 2))
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((0 + 0.1 + 0.2) / 3, abs=1e-6)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.2, abs=1e-6)
+    expected = np.corrcoef([0.5, 0.25, 0.8], [0.5, 0.35, 0.6])[0, 1]
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_batch_in_which_every_sample_was_skipped_has_no_token_metrics():
+    batch = small_batch()
+    batch.batch["response_mask"] = torch.zeros(2, 2, dtype=torch.long)
+    metrics = metric_values(batch_metrics(batch, 2, 2))
+    assert "critic/advantages/mean" not in metrics and metrics["response_length/mean"] == 0
+
+
+def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
+    sources, prompts = ["a", "a", "a", "a", "b", "b"], ["0", "0", "1", "1", "2", "2"]
+    metrics = validation_metrics(sources, prompts, {"reward": np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])})
+    assert metrics == {
+        "val-core/a/reward/mean@2": 0.25,
+        "val-core/a/reward/best@2/mean": 0.5,
+        "val-core/b/reward/mean@2": 1.0,
+        "val-core/b/reward/best@2/mean": 1.0,
+    }
+
+
+def test_the_core_variable_is_acc_where_the_reward_function_reports_it():
+    metrics = validation_metrics(["a"], ["0"], {"reward": np.array([0.3]), "acc": np.array([1.0])})
+    assert metrics == {"val-aux/a/reward/mean@1": 0.3, "val-core/a/acc/mean@1": 1.0}
+
+
+def test_a_score_is_put_on_the_last_response_token():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    scores = on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask.bool())
+    assert scores.tolist() == [[0, 1, 0], [0, 0, 2], [3, 0, 0]]

@@ -1,0 +1,111 @@
+"""The record of a run: files, phases, trackers, report."""
+
+import json
+import re
+
+import pytest
+
+from verl_like.single_controller.call import CallEvent
+from verl_like.trainer.report import write_report
+from verl_like.trainer.roles import process_groups
+from verl_like.trainer.run_recorder import _new_run_dir
+from verl_like.trainer.timeline import Timeline
+from verl_like.trainer.tracking import TRACKERS, Tracking, require_trackers
+
+
+def event(method: str, rank: int, started: float, finished: float, pool: str = "a", role: str = "actor") -> CallEvent:
+    return CallEvent(pool, role, method, rank, started, finished)
+
+
+def test_a_phase_lasts_from_the_first_start_to_the_last_end_and_leaves_validation_out():
+    timeline = Timeline()
+    timeline.step = 1
+    timeline.record(event("update_actor", 0, 99.0, 100.0))
+    timeline.step = 2
+    timeline.record(event("generate_sequences", 0, 10.0, 11.0))
+    timeline.record(event("generate_sequences", 1, 10.5, 12.0))
+    timeline.is_validating = True
+    timeline.record(event("generate_sequences", 0, 50.0, 90.0))
+    assert timeline.phase_seconds(2) == {"gen": 2.0}
+
+
+def test_training_roles_of_a_pool_share_a_process_and_the_engine_has_its_own():
+    mapping = {"actor": "a", "rollout": "a", "ref": "a", "critic": "b"}
+    assert process_groups(mapping) == [("a", ["actor", "ref"]), ("a", ["rollout"]), ("b", ["critic"])]
+
+
+def test_every_run_gets_a_folder_of_its_own_and_latest_points_to_the_newest(tmp_path):
+    first, second = _new_run_dir(tmp_path), _new_run_dir(tmp_path)
+    assert first != second and first.is_dir() and second.is_dir()
+    assert (tmp_path / "latest").resolve() == second
+
+
+def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path, monkeypatch):
+    calls = []
+
+    def broken(metrics: dict[str, float], step: int) -> None:
+        calls.append(step)
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(TRACKERS, "broken", lambda *arguments: broken)
+    tracking = Tracking(["console", "broken"], tmp_path, "project", "experiment", {})
+    tracking.log({"reward": 1.0}, step=1)
+    tracking.log({"reward": 2.0}, step=2)
+    tracking.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "reward": 1.0}, {"step": 2, "reward": 2.0}]
+    assert calls == [1]
+
+
+def test_tensorboard_gets_every_metric(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracking = Tracking(["tensorboard"], tmp_path, "project", "experiment", {})
+    tracking.log({"actor/loss": 0.5}, step=3)
+    tracking.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(3, 0.5)]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it():
+    with pytest.raises(ValueError, match=re.escape("pip install -e '.[wandb]'")):
+        require_trackers(["console", "wandb"])
+
+
+def report(tmp_path, **changes) -> str:
+    arguments = {
+        "title": "project / run",
+        "summary": "Done.",
+        "metrics": [{"step": 1, "critic/score/mean": 0.1}, {"step": 2, "critic/score/mean": 0.9}],
+        "events": [],
+        "placement": [{"pool": "a", "roles": "actor"}],
+        "generations": [],
+        "config": "trainer: {}",
+    } | changes
+    write_report(tmp_path / "report.html", **arguments)
+    return (tmp_path / "report.html").read_text()
+
+
+def test_the_report_is_self_contained_and_draws_a_curve_for_each_metric_there_is(tmp_path):
+    text = report(tmp_path)
+    assert text.count("<svg") == 1  # only the reward has points
+    assert not re.findall(r"""(?:src|href)=["']https?://""", text)
+
+
+def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
+    text = report(tmp_path, generations=[{"response": "<script>alert(1)</script>"}])
+    assert "<script>" not in text and "&lt;script&gt;" in text
+
+
+def test_the_timeline_shows_steps_that_did_not_validate(tmp_path):
+    def row(step: int, method: str, pool: str, is_validating: bool = False) -> dict:
+        return {
+            "step": step, "is_validating": is_validating, "pool": pool, "role": "actor", "method": method, "rank": 0,
+            "process": "training 0", "started": step + 0.1, "finished": step + 0.4,
+        }  # fmt: skip
+
+    events = [row(1, "update_actor", "a"), row(1, "update_critic", "b"), row(2, "update_actor", "a")]
+    events.append(row(2, "generate_sequences", "a", is_validating=True))
+    text = report(tmp_path, metrics=[], events=events)
+    assert " step 1" in text and " step 2" not in text
+    assert "update_critic" in text
