@@ -16,7 +16,7 @@ def save_tiny_llama(
 ) -> LlamaForCausalLM:
     """A random two-layer Llama and a tokenizer with one token per character: <pad> 0, <eos> 1, then the characters.
 
-    The vocabulary of 69 is not a multiple of 64, so engines that pad it are put to the test. head_dim is the smallest
+    The vocabulary of 68 is not a multiple of 64, so engines that pad it are put to the test. head_dim is the smallest
     that vLLM's CPU attention has a kernel for.
     """
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *_CHARACTERS])}
@@ -24,6 +24,7 @@ def save_tiny_llama(
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
     tokenizer.save_pretrained(path)
     config = LlamaConfig(
         vocab_size=len(vocabulary),

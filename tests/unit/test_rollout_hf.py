@@ -181,8 +181,8 @@ SAMPLING = Sampling(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, sto
         ([GOOD, GOOD], "returned 2 responses for row 1 (uid 0-1), not n=1"),
         ([Completion([], [])], "Response 0 of row 1 (uid 0-1) has 0 tokens"),
         ([Completion([40] * 5, [-1.0] * 5)], "Response 0 of row 1 (uid 0-1) has 5 tokens, but 1 to 4 are possible"),
-        ([Completion([40, 69, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 69"),
-        ([Completion([40, -1, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 69"),
+        ([Completion([40, 68, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 68"),
+        ([Completion([40, -1, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 68"),
         ([Completion([40, 41], [-1.0] * 2)], "stops after 2 of 4 tokens at token 41"),
         ([dataclasses.replace(GOOD, log_probs=[-1.0, math.nan, -3.0])], "log-probabilities [-1.0, nan, -3.0]"),
         ([dataclasses.replace(GOOD, log_probs=[-1.0])], "has 3 tokens but log-probabilities [-1.0]"),
@@ -190,15 +190,15 @@ SAMPLING = Sampling(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, sto
 )
 def test_output_that_is_not_a_response_is_refused_by_row_and_uid(group: list[Completion], message: str) -> None:
     labels = ["row 0 (uid 0-0)", "row 1 (uid 0-1)"]
-    check_completions([[GOOD], [GOOD]], labels, SAMPLING, vocab_size=69)
+    check_completions([[GOOD], [GOOD]], labels, SAMPLING, vocab_size=68)
     with pytest.raises(RolloutError) as error:
-        check_completions([[GOOD], group], labels, SAMPLING, vocab_size=69)
+        check_completions([[GOOD], group], labels, SAMPLING, vocab_size=68)
     assert message in str(error.value)
 
 
 def test_a_missing_answer_is_refused() -> None:
     with pytest.raises(RolloutError, match="answered 1 of 2 prompts"):
-        check_completions([[GOOD]], ["row 0", "row 1"], SAMPLING, vocab_size=69)
+        check_completions([[GOOD]], ["row 0", "row 1"], SAMPLING, vocab_size=68)
 
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:

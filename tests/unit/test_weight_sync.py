@@ -40,13 +40,16 @@ def _exports(parameters: list[tuple[str, torch.Tensor]], world_size: int = 2, ve
     ]
 
 
-def _fingerprint_in_numpy(values: np.ndarray) -> int:
-    bits = values.astype(np.float32).reshape(-1).view(np.int32).astype(np.int64)
-    with np.errstate(over="ignore"):
-        for multiplier, shift in ((0x2545F4914F6CDD1D, 29), (0x369DEA0F31A53F85, 32)):
-            bits = bits * np.int64(multiplier)
-            bits = bits ^ (bits >> np.int64(shift))
-    return int(sum(map(int, bits))) % 2**64
+def _fingerprint_in_integers(values: np.ndarray) -> int:
+    def signed(value: int) -> int:
+        return (value + 2**31) % 2**32 - 2**31
+
+    total = 0
+    for bits in values.astype(np.float32).reshape(-1).view(np.int32).tolist():
+        mixed = signed(bits * 0x2C1B3C6D)
+        mixed = signed((mixed ^ (mixed >> 15)) * 0x297A2D39)
+        total += mixed
+    return total % 2**64
 
 
 def test_the_exports_of_all_ranks_hold_every_parameter_once_in_the_trainers_order() -> None:
@@ -107,7 +110,7 @@ def test_a_parameter_listed_twice_is_refused() -> None:
 
 def test_the_fingerprint_equals_an_independent_computation() -> None:
     values = torch.randn(70001, generator=torch.Generator().manual_seed(1))
-    assert fingerprint_tensor(values) == _fingerprint_in_numpy(values.numpy())
+    assert fingerprint_tensor(values) == _fingerprint_in_integers(values.numpy())
 
 
 def test_the_fingerprint_of_fused_padded_and_widened_parameters_is_the_sum_of_their_parts() -> None:
@@ -126,7 +129,7 @@ def test_the_fingerprint_notices_one_bit() -> None:
 def test_the_expected_fingerprint_is_that_of_the_trainers_parameters() -> None:
     parameters = _parameters()
     whole = np.concatenate([tensor.numpy().reshape(-1) for _, tensor in parameters])
-    assert check_exports(_exports(parameters), 3) == _fingerprint_in_numpy(whole)
+    assert check_exports(_exports(parameters), 3) == _fingerprint_in_integers(whole)
 
 
 def test_stale_weights_are_refused() -> None:

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
-# Two odd multipliers and two shifts mix the bits of a value (the finaliser of MurmurHash3 has the same form).
-_MULTIPLIERS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
-_SHIFTS = (29, 32)
+# Odd multipliers and a shift mix the bits of a value; each step is a bijection of 32-bit integers that keeps 0.
+_FIRST_MULTIPLIER, _SHIFT, _SECOND_MULTIPLIER = 0x2C1B3C6D, 15, 0x297A2D39
 _ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}  # a chunk's temporaries stay in the cache of a CPU core
 
 
@@ -58,19 +57,19 @@ class WeightExport:
 
 
 def fingerprint_tensor(tensor: torch.Tensor) -> int:
-    """Sum over all elements of a 64-bit hash of the element's float32 bits, modulo 2**64.
+    """Sum over all elements of a 32-bit hash of the element's float32 bits, modulo 2**64.
 
     The sum of the fingerprints of pieces is the fingerprint of the whole, in any order, and zeros add nothing: fused
     projections, shards and padded vocabularies have the fingerprint of the parameters they were made of. Converting
-    bfloat16 or float16 to float32 is exact, so a parameter kept in a wider dtype has the same fingerprint too.
+    bfloat16 or float16 to float32 is exact, so a parameter kept in a wider dtype has the same fingerprint too. A change
+    of one element always changes the fingerprint, other changes all but surely; a permutation does not.
     """
     total = 0
     for chunk in tensor.detach().reshape(-1).split(_ELEMENTS_PER_CHUNK[tensor.device.type]):
-        mixed = chunk.float().view(torch.int32).to(torch.int64)
-        for multiplier, shift in zip(_MULTIPLIERS, _SHIFTS, strict=True):
-            mixed = mixed * multiplier  # wraps around modulo 2**64
-            mixed ^= mixed >> shift
-        total += int(mixed.sum())
+        mixed = chunk.float().view(torch.int32) * _FIRST_MULTIPLIER  # wraps around modulo 2**32, as below
+        mixed ^= mixed >> _SHIFT
+        mixed *= _SECOND_MULTIPLIER
+        total += int(mixed.sum(dtype=torch.int64))
     return total % 2**64
 
 

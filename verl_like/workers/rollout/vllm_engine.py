@@ -1,10 +1,10 @@
 """Rollout engine on vLLM, in this process: the CPU build on CPU, CUDA on GPU, tensor parallel over processes."""
 
-import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +22,19 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._import_vllm()
+        if self.device == "cpu":
+            self._check_head_size()
         if dist.is_initialized():
             raise RuntimeError(
                 "vLLM makes this process's torch.distributed groups, but another role made them already; give the "
                 "rollout role processes of its own."
             )
-        self._import_vllm()
-        self._rendezvous: dist.TCPStore | None = None
         self._asleep = False
-        with self._replica_environment():
-            self.llm = self._start()
+        is_alone = self.config.tensor_model_parallel_size == 1
+        self.llm = self._start("uni" if is_alone else self._replica_executor())
+        if not is_alone:
+            self._unlink_shared_memory()
         self._call(_watch_loading)
 
     def _import_vllm(self) -> None:
@@ -49,12 +52,10 @@ class VllmEngine(RolloutEngine):
             # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it ever saves on CPU.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-    def _start(self) -> Any:
+    def _start(self, executor: str | type) -> Any:
         import vllm
 
         config, on_cpu = self.config, self.device == "cpu"
-        if on_cpu:
-            self._check_head_size()
         return vllm.LLM(
             model=os.path.expanduser(self.model_config.path),
             hf_overrides=self.model_config.override_config,
@@ -65,7 +66,7 @@ class VllmEngine(RolloutEngine):
             dtype=config.dtype,
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
-            distributed_executor_backend="uni" if config.tensor_model_parallel_size == 1 else "external_launcher",
+            distributed_executor_backend=executor,
             max_model_len=config.max_model_len or config.prompt_length + config.response_length,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -105,38 +106,13 @@ class VllmEngine(RolloutEngine):
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token, int(config.gpu_memory_utilization * free))
 
-    @contextlib.contextmanager
-    def _replica_environment(self) -> Iterator[None]:
-        """Shows vLLM the replica's own ranks and rendezvous address instead of the whole group's, while it starts."""
-        if self.config.tensor_model_parallel_size == 1:
-            yield
-            return
-        address, port = self._meet_replica()
-        # Where each process sees one GPU, that GPU is number 0 whatever the local rank is.
-        local_rank = "0" if torch.cuda.device_count() == 1 else os.environ.get("LOCAL_RANK", str(self.tp_rank))
-        replica = {
-            "RANK": str(self.tp_rank),
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": str(self.config.tensor_model_parallel_size),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-        }
-        group = {name: os.environ.get(name) for name in replica}
-        os.environ.update(replica)
-        try:
-            yield
-        finally:
-            for name, value in group.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-    def _meet_replica(self) -> tuple[str, str]:
-        """The first process of each replica tells the others, over the group's address, where the replica meets."""
+    def _replica_executor(self) -> type:
+        """vLLM's executor for processes that somebody else started, told where the processes of this replica meet."""
         from vllm.utils.network_utils import get_ip, get_open_port
+        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # Kept for the engine's lifetime: the others may read it after rank 0 has gone on.
+        # The replicas' first processes post their addresses at the group's. Kept for the engine's lifetime: the others
+        # may read after rank 0 has gone on.
         self._rendezvous = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -146,9 +122,33 @@ class VllmEngine(RolloutEngine):
         )
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
-            self._rendezvous.set(key, f"{get_ip()} {get_open_port()}")
-        address, port = self._rendezvous.get(key).decode().split()
-        return address, port
+            self._rendezvous.set(key, f"{get_ip()}:{get_open_port()}")
+        self._meeting_point = self._rendezvous.get(key).decode()
+        # Where each process sees one GPU, that GPU is number 0 whatever the local rank is.
+        local_rank = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", self.tp_rank))
+        arguments = f"tcp://{self._meeting_point}", self.tp_rank, local_rank
+
+        class ReplicaExecutor(ExecutorWithExternalLauncher):
+            def _distributed_args(self) -> tuple[str, int, int]:
+                return arguments
+
+        return ReplicaExecutor
+
+    def _unlink_shared_memory(self) -> None:
+        """Takes the names off the replica's shared memory, which all of its processes have mapped by now.
+
+        Killed processes would leave the memory behind, and a later replica on the same port could not start.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        queue = get_tp_group().mq_broadcaster
+        if queue is not None and queue.buffer.is_creator:
+            queue.buffer.shared_memory.unlink()
+            queue.buffer.is_creator = False
+        if self.tp_rank == 0:
+            port = self._meeting_point.rpartition(":")[2]
+            for named in Path("/dev/shm").glob(f"{port}-tp:*"):  # the CPU build's
+                named.unlink()
 
     def _call(self, function: Callable[[Any], Any]) -> Any:
         """Runs `function(vllm_worker)` in this process's vLLM worker."""
@@ -190,7 +190,8 @@ class VllmEngine(RolloutEngine):
             self.llm.wake_up(tags=["weights"])
         self._call(lambda worker: _reload(worker, weights))
         self.wake_up()
-        self.llm.reset_prefix_cache()
+        emptied = self.llm.reset_prefix_cache()
+        assert emptied, "the prefix cache still holds keys and values of the weights before"
 
     def _fingerprint(self) -> int:
         return self._call(_loaded_fingerprint)

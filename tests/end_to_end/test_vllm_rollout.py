@@ -1,0 +1,302 @@
+"""A real vLLM, in a Ray actor as in a run, generates with the trainer's weights; transformers is the reference."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import LlamaForCausalLM
+
+from verl_like.protocol import DataProto
+from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
+from verl_like.workers.rollout import build_rollout_engine
+from verl_like.workers.weight_sync import WeightExport, collect_weights
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+WIDTH, LENGTH = 140, 20  # the longest prompt fills a 128-token block of the prefix cache
+DEADLINE_S = 240
+ModelAndFolder = tuple[str, LlamaForCausalLM]
+
+
+@ray.remote(num_cpus=0)
+class RolloutProcess:
+    """What a rollout worker is to its engine: a process with the ranks in its environment."""
+
+    def build(self, settings: dict[str, Any], path: str, rank: int, world_size: int, port: int) -> tuple[int, bool]:
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        self.engine = build_rollout_engine(
+            RolloutConfig(**settings),
+            TrainedModelConfig(path=path),
+            rank=rank,
+            world_size=world_size,
+            seed=5,
+            device="cpu",
+        )
+        return self.engine.dp_rank, self.engine.is_collect
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.engine, method)(*args)
+
+    def call_without_loading(self, method: str, *args: Any) -> Any:
+        """Calls the engine while its `_load`, which overwrites the weights, does nothing."""
+        load, self.engine._load = self.engine._load, lambda weights: None
+        try:
+            return self.call(method, *args)
+        finally:
+            self.engine._load = load
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def rollout_settings(**settings: Any) -> dict[str, Any]:
+    shape = {"prompt_length": WIDTH, "response_length": LENGTH, "max_num_seqs": 64}
+    return {"dtype": "float32", "n": 4, **shape, **settings}
+
+
+def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any) -> list[Any]:
+    """Starts these ranks of a group of two."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(["tests/end_to_end", os.environ.get("PYTHONPATH", "")]),
+    }
+    processes = [RolloutProcess.options(runtime_env={"env_vars": env}).remote() for _ in ranks]
+    building = [
+        process.build.remote(rollout_settings(**settings), model[0], rank, 2, port)
+        for rank, process in zip(ranks, processes, strict=True)
+    ]
+    placed = ray.get(building, timeout=DEADLINE_S)
+    size = settings.get("tensor_model_parallel_size", 1)
+    assert placed == [(rank // size, rank % size == 0) for rank in ranks]
+    return processes
+
+
+def call(process: Any, method: str, *args: Any) -> Any:
+    return ray.get(process.call.remote(method, *args), timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def tied_model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
+    return tiny_llama(tie=True)
+
+
+@pytest.fixture(scope="module")
+def process(ray_cluster: None, tied_model: ModelAndFolder) -> Iterator[Any]:
+    """The second of two one-process replicas, with a tied model; each test brings the weights that it needs."""
+    (process,) = start_processes(tied_model, ranks=[1], val_kwargs=SamplingConfig())
+    yield process
+    ray.kill(process)
+
+
+def prompt_batch(*, step: int = 1, validate: bool = False) -> DataProto:
+    prompts = [[10, 11, 12], [20], [2 + i % 66 for i in range(WIDTH)]]
+    mask = torch.tensor([[0] * (WIDTH - len(p)) + [1] * len(p) for p in prompts])
+    batch = {
+        "input_ids": torch.tensor([[0] * (WIDTH - len(p)) + p for p in prompts]),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "uid": np.array(["0-0", "0-1", "0-2"], dtype=object),
+    }
+    return DataProto.from_single_dict(batch, meta_info={"global_steps": step, "validate": validate})
+
+
+def export(model: LlamaForCausalLM, version: int, world_size: int = 2) -> list[WeightExport]:
+    return [
+        collect_weights(
+            model.named_parameters(),
+            dtype=torch.float32,
+            rank=rank,
+            world_size=world_size,
+            version=version,
+            bucket_bytes=1 << 14,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def scaled(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
+    """The same model with other weights."""
+    other = LlamaForCausalLM(model.config).eval().requires_grad_(False)
+    other.load_state_dict({name: value * factor for name, value in model.state_dict().items()})
+    return other
+
+
+def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
+    """Every log-probability equals that of `model` on the row's tokens without padding; padding is padding."""
+    for row in range(len(output)):
+        columns = {name: tensor[row] for name, tensor in output.batch.items()}
+        ids = columns["input_ids"][columns["attention_mask"].bool()]
+        length = int(columns["response_mask"].sum())
+        tokens = columns["responses"].tolist()
+        assert length == (tokens.index(1) + 1 if 1 in tokens else LENGTH)
+        assert tokens[length:] == [0] * (LENGTH - length)
+        log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        expected = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0]
+        assert torch.allclose(columns["rollout_log_probs"][:length], expected, rtol=0, atol=1e-5)
+        assert not columns["rollout_log_probs"][length:].any()
+
+
+def test_weights_arrive_before_and_after_an_update(process: Any, tied_model: ModelAndFolder) -> None:
+    _, model = tied_model
+    report = call(process, "load_weights", export(model, 1), 1)
+    before = call(process, "generate_sequences", prompt_batch())
+    assert_generated_by(model, before)
+    assert before.batch["policy_version"].tolist() == [1] * 12
+    assert report["num_bytes"] == 4 * sum(parameter.numel() for parameter in model.parameters())
+
+    other = scaled(model, 0.8)
+    call(process, "load_weights", export(other, 2), 2)
+    after = call(process, "generate_sequences", prompt_batch())
+    assert_generated_by(other, after)
+    assert after.batch["policy_version"].tolist() == [2] * 12
+    assert not torch.equal(before.batch["responses"], after.batch["responses"])
+
+
+def test_prompts_come_back_n_times_each_and_responses_end_where_they_should(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    call(process, "load_weights", export(tied_model[1], 2), 2)
+    output = call(process, "generate_sequences", prompt_batch())
+    padded = prompt_batch().batch["input_ids"].tolist()
+    assert output.batch["prompts"].tolist() == [row for row in padded for _ in range(4)]
+    assert len({tuple(row) for row in output.batch["responses"].tolist()}) == 12
+    lengths = output.batch["response_mask"].sum(-1)
+    assert (lengths < LENGTH).any() and (lengths == LENGTH).any()
+    assert torch.equal(output.batch["attention_mask"][:, WIDTH:], output.batch["response_mask"])
+
+
+def test_greedy_responses_equal_those_of_transformers(
+    process: Any, tied_model: ModelAndFolder, tiny_llama: Callable[..., ModelAndFolder]
+) -> None:
+    path, model = tied_model
+    call(process, "load_weights", export(model, 2), 2)
+    reference = build_rollout_engine(
+        RolloutConfig(**rollout_settings(name="hf")),
+        TrainedModelConfig(path=path),
+        rank=0,
+        world_size=1,
+        seed=5,
+        device="cpu",
+    )
+    reference.load_weights(export(model, 2), 2)
+    batch = prompt_batch(validate=True)
+    expected, got = reference.generate_sequences(batch), call(process, "generate_sequences", batch)
+    assert len(got) == 3
+    for name in ("input_ids", "attention_mask", "position_ids", "responses", "response_mask"):
+        assert torch.equal(got.batch[name], expected.batch[name]), name
+    assert torch.allclose(got.batch["rollout_log_probs"], expected.batch["rollout_log_probs"], rtol=0, atol=1e-5)
+
+
+def test_a_step_is_drawn_again_the_same_and_another_step_differs(process: Any, tied_model: ModelAndFolder) -> None:
+    call(process, "load_weights", export(tied_model[1], 2), 2)
+    first = call(process, "generate_sequences", prompt_batch(step=7))
+    other = call(process, "generate_sequences", prompt_batch(step=8))
+    again = call(process, "generate_sequences", prompt_batch(step=7))
+    assert torch.equal(first.batch["responses"], again.batch["responses"])
+    assert torch.equal(first.batch["rollout_log_probs"], again.batch["rollout_log_probs"])
+    assert not torch.equal(first.batch["responses"], other.batch["responses"])
+
+
+def test_first_tokens_are_drawn_with_the_models_probabilities(process: Any, tied_model: ModelAndFolder) -> None:
+    model = tied_model[1]
+    call(process, "load_weights", export(model, 2), 2)
+    vocab_size = model.config.vocab_size
+    counts = torch.zeros(vocab_size)
+    for step in range(8):
+        batch = prompt_batch(step=step).select_idxs([1]).repeat(64)
+        first_tokens = call(process, "generate_sequences", batch).batch["responses"][:, 0]
+        counts += torch.bincount(first_tokens, minlength=vocab_size)
+    probs = model(torch.tensor([[20]])).logits[0, -1].softmax(-1)
+    expected = probs * counts.sum()
+    common = expected > 5
+    chi_square = float(((counts - expected) ** 2 / expected)[common].sum())
+    degrees = int(common.sum())
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5  # five standard deviations
+
+
+def expect_sync_error(process: Any, message: str, exports: list[WeightExport], *, method: str = "call") -> None:
+    with pytest.raises(ray.exceptions.RayTaskError, match=message) as error:
+        ray.get(getattr(process, method).remote("load_weights", exports, exports[0].version), timeout=DEADLINE_S)
+    assert "WeightSyncError" in str(error.value)
+
+
+def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: Any, tied_model: ModelAndFolder) -> None:
+    model = tied_model[1]
+    call(process, "load_weights", export(model, 3), 3)
+    other = scaled(model, 0.9)
+    did_not_arrive = r"version 4 did not arrive: the trainer's fingerprint is [0-9a-f]{16}, that of rollout rank 1 is"
+
+    corrupt = export(other, 4)
+    corrupt[1].buckets[1].data[101] ^= 1
+    expect_sync_error(process, did_not_arrive, corrupt)
+    with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
+        call(process, "generate_sequences", prompt_batch())
+
+    call(process, "load_weights", export(model, 3), 3)
+    expect_sync_error(process, did_not_arrive, export(other, 4), method="call_without_loading")
+
+    for skipped in (
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.norm.weight",
+    ):
+        call(process, "load_weights", export(model, 3), 3)
+        named = [(name, value) for name, value in other.named_parameters() if name != skipped]
+        short = [collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=4)]
+        expect_sync_error(process, did_not_arrive, short)
+
+    expect_sync_error(process, "version 2 was sent to an engine that already had 3", export(model, 2))
+    call(process, "load_weights", export(other, 4), 4)
+    assert_generated_by(other, call(process, "generate_sequences", prompt_batch()))
+
+
+def test_a_head_size_without_a_cpu_kernel_is_refused(process: Any, tiny_llama: Callable[..., ModelAndFolder]) -> None:
+    path, _ = tiny_llama(head_dim=16)
+    with pytest.raises(ray.exceptions.RayTaskError, match="no kernel for head_dim=16"):
+        ray.get(process.build.remote(rollout_settings(), path, 0, 1, 0), timeout=DEADLINE_S)
+
+
+def test_a_process_that_has_torch_groups_already_is_refused(process: Any, tied_model: ModelAndFolder) -> None:
+    with pytest.raises(ray.exceptions.RayTaskError, match="give the rollout role processes of its own"):
+        ray.get(process.build.remote(rollout_settings(), tied_model[0], 0, 1, 0), timeout=DEADLINE_S)
+
+
+def test_a_replica_of_two_processes_generates_like_one(
+    ray_cluster: None, tiny_llama: Callable[..., ModelAndFolder]
+) -> None:
+    # One key/value head on two processes: both hold a copy of it, which counts once in the fingerprint.
+    model = tiny_llama(num_key_value_heads=1)
+    replica = start_processes(model, ranks=[0, 1], tensor_model_parallel_size=2)
+    for version, weights in ((1, model[1]), (2, scaled(model[1], 0.8))):
+        exports = export(weights, version)
+        ray.get([p.call.remote("load_weights", exports, version) for p in replica], timeout=DEADLINE_S)
+        first, second = ray.get(
+            [p.call.remote("generate_sequences", prompt_batch()) for p in replica], timeout=DEADLINE_S
+        )
+        assert_generated_by(weights, first)
+        assert first.equal(second)
+    corrupt = export(model[1], 3)
+    corrupt[0].buckets[0].data[7] ^= 1
+    for outcome in [p.call.remote("load_weights", corrupt, 3) for p in replica]:
+        with pytest.raises(ray.exceptions.RayTaskError, match="version 3 did not arrive"):
+            ray.get(outcome, timeout=DEADLINE_S)
+    for p in replica:
+        ray.kill(p)
