@@ -199,6 +199,20 @@ def test_offloading_changes_no_number(model_path):
     assert all(torch.equal(value, results[0][name]) for name, value in results[1].items())
 
 
+def test_parameters_that_stay_gathered_are_never_stale(model_path, tmp_path):
+    data, settings = make_batch(), {"fsdp": {"reshard_after_forward": False}, "micro": 3}
+    group, reference = actor_group(model_path, **settings), actor_group(model_path)
+    path = str(tmp_path / "checkpoint")
+    group.save_checkpoint(path)
+    before = group.compute_log_prob(data).get().batch["old_log_probs"]
+    gradients, _ = gradients_of(group.workers[0], lambda: update(group, data))
+    expected, _ = gradients_of(reference.workers[0], lambda: update(reference, data))
+    assert relative_error(gradients, expected) < 2e-6
+    assert not torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"], before)
+    group.load_checkpoint(path)
+    assert torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"], before)
+
+
 def test_gradient_checkpointing_changes_no_number(model_path):
     data, results = make_batch(), []
     for enable in (True, False):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
 from verl_like.workers.models import PackedModel
@@ -101,10 +101,12 @@ class TrainingEngine:
         self.max_skipped_steps = max_skipped_steps
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.model = build_model(dist.get_rank() == 0)
+        self.model.requires_grad_(optim is not None)
         if gradient_checkpointing:
             self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        self.units = [*decoder_layers(self.model.hf), self.model]
         self._shard(self.model)
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.parameters, optim) if optim else None
         self.training_steps = 0
         self.consecutive_skips = 0
@@ -115,16 +117,14 @@ class TrainingEngine:
         weights = model.state_dict() if dist.get_rank() == 0 else {}
         buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32)
-        units: list[torch.nn.Module] = [*decoder_layers(model.hf), model]
         model.to("meta")
         model.hf.tie_weights()  # moving to another device unties
-        for unit in units:
-            fully_shard(
-                unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=self.fsdp.reshard_after_forward
-            )
+        for unit in self.units:
+            # The backward pass starts with the outermost unit: freeing that after the forward pass would gain nothing.
+            reshard = self.fsdp.reshard_after_forward and unit is not model
+            fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
-        for unit in units:
-            assert isinstance(unit, FSDPModule)
+        for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         set_model_state_dict(
@@ -143,7 +143,8 @@ class TrainingEngine:
         self.model.train(train)
         with torch.set_grad_enabled(train):
             yield
-        self.model.reshard()
+        for unit in self.units:
+            unit.reshard()
         self._offload()
 
     def _load(self, train: bool) -> None:
@@ -156,6 +157,8 @@ class TrainingEngine:
         if self.fsdp.param_offload:
             self.model.to("cpu")
         self._move_optimizer("cpu")
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # an inference engine in another process may share the device
 
     def _move_optimizer(self, device: str) -> None:
         if self.optimizer is None or not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):
@@ -167,6 +170,7 @@ class TrainingEngine:
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Adds the loss's gradient; the ranks add up theirs in the call with `is_last`, before `step`."""
         self.model.set_requires_gradient_sync(is_last)
+        self.model.set_reshard_after_backward(is_last or self.fsdp.reshard_after_forward)
         loss.backward()
 
     def step(self) -> StepResult:
@@ -201,7 +205,8 @@ class TrainingEngine:
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
         if grad_norm > self.grad_clip:
-            torch._foreach_mul_(gradients, self.grad_clip / grad_norm)
+            for gradient in gradients:
+                gradient.mul_(self.grad_clip / grad_norm)
         return grad_norm
 
     @property

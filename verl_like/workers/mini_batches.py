@@ -72,6 +72,24 @@ def per_rank_rows(prompts: int, samples_per_prompt: int, world_size: int, key: s
     return rows // world_size
 
 
+def rank_order(num_rows: int, mini_batch_rows: int, world_size: int) -> torch.Tensor:
+    """(num_rows,) int64: the order in which equal shards make up the same mini-batches for every number of ranks.
+
+    The driver orders a batch like this before an update. Mini-batch i is then rows i * mini_batch_rows to
+    (i + 1) * mini_batch_rows of the batch as it was, an equal share of them on every rank.
+
+    Raises:
+        ValueError: rows do not divide by `mini_batch_rows`, or those not by `world_size`.
+    """
+    if num_rows % mini_batch_rows or mini_batch_rows % world_size:
+        raise ValueError(
+            f"{num_rows} rows in mini-batches of {mini_batch_rows} do not split evenly over {world_size} ranks; "
+            "choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
+        )
+    share = mini_batch_rows // world_size
+    return torch.arange(num_rows).view(-1, world_size, share).transpose(0, 1).flatten()
+
+
 def to_rows(data: DataProto, device: str) -> Rows:
     """The batch's tensors on the device; padding rows lose their response tokens, so that they count nowhere."""
     rows = {name: column.to(device) for name, column in data.batch.items()}
