@@ -1,0 +1,57 @@
+"""The policy's roles in one process: the actor's weights reach the rollout, whose samples the actor scores."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_worker_models import PROMPT, RESPONSE, local_group, make_batch, parameters_of, policy_config, write_model
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.failure import WorkerError
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = policy_config(write_model(tmp_path / "policy"), prompts=2)
+    rollout = config.rollout.model_copy(update={"name": "hf", "n": 3, "dtype": "float32"})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def prompts():
+    rows = make_batch(rows=2).batch
+    names = ("input_ids", "attention_mask", "position_ids")
+    return DataProto.from_dict(
+        tensors={name: rows[name][:, :PROMPT] for name in names}, meta_info={"global_steps": 1, "validate": False}
+    )
+
+
+def test_the_rollout_samples_from_the_weights_the_actor_exported(config):
+    actor = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    rollout = local_group(ActorRolloutRefWorker, config, role="rollout", seed=1)
+    for parameter in actor.workers[0].engine.parameters:
+        parameter.data.mul_(0.9)
+    rollout.load_weights(actor.export_weights(version=3), version=3)
+    batch = rollout.generate_sequences(prompts()).get()
+    assert len(batch) == 6 and batch.batch["responses"].shape == (6, RESPONSE)
+    assert batch.batch["policy_version"].tolist() == [3] * 6
+    scored = actor.compute_log_prob(batch).get().batch["old_log_probs"]
+    torch.testing.assert_close(scored, batch.batch["rollout_log_probs"], rtol=0, atol=1e-4)
+
+
+def test_exporting_leaves_the_actor_as_it_is(config):
+    actor = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    before = parameters_of(actor.workers[0])
+    actor.export_weights(version=0).get()
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(actor.workers[0]).items())
+
+
+def test_a_role_that_the_policy_does_not_play_is_refused(config):
+    with pytest.raises((ValueError, WorkerError), match="not 'critic'"):
+        local_group(ActorRolloutRefWorker, config, role="critic", seed=1)
