@@ -52,9 +52,9 @@ class RunConsole:
         self.console.print(escape(text))
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
-        table = Table("pool", "node", "ranks", "roles (one process a rank)", title="Placement", title_justify="left")
+        table = Table(*rows[0], title="Placement", title_justify="left")
         for row in rows:
-            table.add_row(row["pool"], row["node"], row["ranks"], row["roles"])
+            table.add_row(*row.values())
         self.console.print(table)
 
     def show_step(self, step: int, total_steps: int, metrics: dict[str, float]) -> None:

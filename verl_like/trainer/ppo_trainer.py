@@ -77,7 +77,7 @@ class RayPPOTrainer:
             )
             self.groups |= processes.spawn(roles)
             placement.append((pool, roles, processes))
-        self.recorder.show_placement([(pool, roles, group.worker_nodes) for pool, roles, group in placement])
+        self.recorder.show_placement(placement)
         self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
         self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
         self.reward_model = self.groups.get(Role.RewardModel)

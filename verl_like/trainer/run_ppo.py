@@ -249,8 +249,11 @@ def max_colocate_count(config: PPOConfig) -> int:
 
 def start_ray(config: PPOConfig) -> None:
     settings = config.ray_kwargs.ray_init
-    local = {} if settings.address else {"num_cpus": settings.num_cpus, "include_dashboard": False}
-    ray.init(address=settings.address, log_to_driver=False, logging_level="ERROR", **local)
+    # A Ray of our own listens on this machine only: its ports ask for no password.
+    local = {"num_cpus": settings.num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    ray.init(
+        address=settings.address, log_to_driver=False, logging_level="ERROR", **({} if settings.address else local)
+    )
 
 
 def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.protocol import DataProto
+from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.console import RunConsole
@@ -41,13 +42,19 @@ class RunRecorder:
         self.seconds: dict[str, float] = {}
         self.started = time.time()
 
-    def show_placement(self, processes: list[tuple[str, list[str], list[str]]]) -> None:
-        """Shows where the run is placed: (pool, roles of each process, node of each rank) for every worker group."""
-        for pool, roles, node_of_rank in processes:
-            for node in dict.fromkeys(node_of_rank):
-                ranks = [str(rank) for rank, its_node in enumerate(node_of_rank) if its_node == node]
+    def show_placement(self, groups: list[tuple[str, list[str], RayWorkerGroup]]) -> None:
+        """Shows where the run is placed: pool, roles and processes of each worker group, a row a node."""
+        for pool, roles, group in groups:
+            for node in dict.fromkeys(group.worker_nodes):
+                ranks = [rank for rank, its_node in enumerate(group.worker_nodes) if its_node == node]
                 self.placement.append(
-                    {"pool": pool, "node": node, "ranks": ", ".join(ranks), "roles": " + ".join(roles)}
+                    {
+                        "pool": pool,
+                        "node": node,
+                        "ranks": ", ".join(map(str, ranks)),
+                        "processes": ", ".join(str(group.worker_pids[rank]) for rank in ranks),
+                        "roles": " + ".join(roles),
+                    }
                 )
         self.console.show_placement(self.placement)
 

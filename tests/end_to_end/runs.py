@@ -1,0 +1,49 @@
+"""A tiny PPO run for the end-to-end tests: a random model, eight prompts, two processes a pool."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(set(solution_str)) / 4, "acc": float("1" in solution_str)}
+"""
+
+
+def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf") -> list[str]:
+    """Overrides of a run of two steps with everything in `folder`; the reward is the share of distinct characters."""
+    model, _ = tiny_llama()
+    rows = [
+        {
+            "data_source": "exact_match",
+            "prompt": [{"role": "user", "content": f"{i}+{i + 1}"}],
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i + 1)},
+            "extra_info": {"index": i},
+        }
+        for i in range(8)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        "device=cpu", f"data.train_files={folder}/data.parquet", f"data.val_files={folder}/data.parquet",
+        f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=8", "data.max_response_length=4",
+        "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "ray_kwargs.ray_init.num_cpus=10",
+        f"actor_rollout_ref.rollout.name={engine}", "trainer.total_training_steps=2", "trainer.test_freq=1",
+        f"custom_reward_function.path={folder}/reward.py", f"trainer.default_local_dir={folder}/runs",
+    ]  # fmt: skip
+
+
+SPLIT = [
+    "placement=split",
+    "trainer.n_gpus_per_node=4",
+]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl of the latest run in `folder`."""
+    return [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]

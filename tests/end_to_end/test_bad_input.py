@@ -1,0 +1,126 @@
+"""Bad input is refused before Ray starts, with what, value, why and fix, and loses nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from verl_like.trainer.config import load_config
+from verl_like.trainer.run_ppo import run_ppo
+
+Refusal = Callable[..., str]
+
+
+def row(index: int, prompt: str = "12+34", **changes: object) -> dict:
+    return {
+        "data_source": "exact_match",
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "46"},
+        "extra_info": {"split": "train", "index": index},
+    } | changes
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Runs with the given overrides on 8 good rows, asserts that it was refused before Ray, returns the message."""
+    model, _ = tiny_llama()
+    data = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([row(i) for i in range(8)]), data)
+
+    def run(*overrides: str) -> str:
+        settings = [
+            "device=cpu", f"data.train_files={data}", f"data.val_files={data}", f"actor_rollout_ref.model.path={model}",
+            "data.max_prompt_length=16", "data.max_response_length=4", "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+            "critic.ppo_micro_batch_size_per_gpu=2", "ray_kwargs.ray_init.num_cpus=8",
+            "actor_rollout_ref.rollout.name=hf", f"trainer.default_local_dir={tmp_path / 'runs'}", *overrides,
+        ]  # fmt: skip
+        assert run_ppo(load_config(settings)) == 2
+        assert not ray.is_initialized()
+        assert not (tmp_path / "runs").exists()
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_missing_data_file_is_named(refusal: Refusal, tmp_path: Path):
+    assert str(tmp_path / "nothing.parquet") in refusal(f"data.train_files={tmp_path / 'nothing.parquet'}")
+
+
+def test_an_empty_dataset_is_refused(refusal: Refusal, tmp_path: Path):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "empty.jsonl" in refusal(f"data.val_files={tmp_path / 'empty.jsonl'}")
+
+
+def test_fewer_rows_than_a_batch_are_refused_with_both_numbers(refusal: Refusal):
+    message = refusal("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    assert "8 rows < train_batch_size 16" in message
+
+
+def test_a_malformed_row_is_named_by_file_row_and_field(refusal: Refusal, tmp_path: Path):
+    rows = [row(0), row(1, prompt="5+5") | {"prompt": "not a list of messages"}]
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    message = refusal(f"data.train_files={tmp_path / 'bad.jsonl'}")
+    assert "bad.jsonl" in message and "row 1" in message and "prompt" in message
+
+
+def test_an_overlong_prompt_is_an_error_that_says_how_to_go_on(refusal: Refusal, tmp_path: Path):
+    (tmp_path / "long.jsonl").write_text(json.dumps(row(0, prompt="1+" * 30)))
+    message = refusal(f"data.train_files={tmp_path / 'long.jsonl'}")
+    assert "max_prompt_length" in message and "filter_overlong_prompts" in message and "truncation" in message
+
+
+def test_a_model_path_that_does_not_exist_names_the_key(refusal: Refusal, tmp_path: Path):
+    message = refusal(f"actor_rollout_ref.model.path={tmp_path / 'no_model'}")
+    assert "actor_rollout_ref.model.path" in message and "no_model" in message
+
+
+def test_a_reward_file_that_does_not_exist_is_named(refusal: Refusal, tmp_path: Path):
+    assert "no_reward.py" in refusal(f"custom_reward_function.path={tmp_path / 'no_reward.py'}")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise KeyError('ground truth')", "KeyError"),
+        ("return float('nan')", "nan"),
+        ("return 'good'", "good"),
+        ("import time; time.sleep(60)", "reward.timeout_s"),
+    ],
+)
+def test_a_reward_function_that_cannot_work_is_found_on_row_0(
+    refusal: Refusal, tmp_path: Path, body: str, expected: str
+):
+    (tmp_path / "reward.py").write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+    )
+    message = refusal(f"custom_reward_function.path={tmp_path / 'reward.py'}", "reward.timeout_s=1.0")
+    assert expected in message
+
+
+def test_pools_that_do_not_fit_this_machine_are_refused_with_the_sums(refusal: Refusal):
+    message = refusal("ray_kwargs.ray_init.num_cpus=3")
+    assert "global_pool" in message and "'CPU': 4" in message and "'CPU': 3" in message
+
+
+def test_cuda_without_a_device_is_refused(refusal: Refusal):
+    assert "device=cpu" in refusal("trainer.device=cuda")
+
+
+def test_an_unknown_advantage_estimator_lists_the_known_ones(refusal: Refusal):
+    message = refusal("algorithm.adv_estimator=gea", "critic.enable=true")
+    assert "gea" in message and "gae" in message and "grpo" in message
+
+
+def test_a_worker_class_that_cannot_be_imported_is_refused(refusal: Refusal):
+    message = refusal("worker_classes.actor=no_such_package.Actor")
+    assert "worker_classes.actor" in message and "no_such_package" in message
+
+
+def test_a_tracker_that_is_not_installed_is_refused(refusal: Refusal):
+    assert "pip install -e '.[mlflow]'" in refusal("trainer.logger=[console,mlflow]")

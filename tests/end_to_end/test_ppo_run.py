@@ -1,0 +1,97 @@
+"""Whole runs with real parts: Ray, FSDP2 over gloo, an inference engine, reward processes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs import SPLIT, metrics_of, tiny_run_settings
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from verl_like.trainer.config import load_config
+from verl_like.trainer.run_ppo import run_ppo
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.vllm
+def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_path: Path, tiny_llama: Callable):
+    settings = tiny_run_settings(tmp_path, tiny_llama, engine="vllm")
+    assert run_ppo(load_config([*settings, *SPLIT, "algorithm.use_kl_in_reward=true"])) == 0
+    run = tmp_path / "runs/latest"
+    validation, *steps = metrics_of(tmp_path)
+    assert validation["step"] == 0 and "val-core/exact_match/acc/mean@1" in validation
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["training/rollout_probs_diff_max"] < 1e-4  # the engine has the trainer's weights
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+        assert {"actor/reward_kl_penalty", "critic/vf_loss", "actor/pg_loss", "timing_s/gen"} <= row.keys()
+    assert steps[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert steps[1]["actor/reward_kl_penalty"] != 0  # the reference stayed behind
+    events = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    assert {e["pool"] for e in events if e["method"] == "update_actor"} == {"actor_rollout_ref_pool"}
+    assert {e["pool"] for e in events if e["method"] == "update_critic"} == {"critic_pool"}
+    assert "<svg" in (run / "report.html").read_text()
+    assert yaml.safe_load((run / "config.yaml").read_text())["role_mapping"]["critic"] == "critic_pool"
+    trained = run / "global_step_2/actor/huggingface"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
+    assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
+
+
+def test_colocated_and_split_runs_give_equal_results(tmp_path: Path, tiny_llama: Callable):
+    """One `fit` serves every placement: the updates overlap or queue, the numbers are the same."""
+    names = ["critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"]
+    names += ["actor/entropy", "val-core/exact_match/acc/mean@1", "response_length/mean"]
+    results = []
+    for name, placement in (("colocated", ["placement=colocated"]), ("split", SPLIT)):
+        (tmp_path / name).mkdir()
+        settings = tiny_run_settings(tmp_path / name, tiny_llama)
+        assert run_ppo(load_config([*settings, *placement, "trainer.val_before_train=false"])) == 0
+        results.append([[row[key] for key in names] for row in metrics_of(tmp_path / name)])
+    torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_grpo_runs_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, tiny_llama: Callable):
+    settings = tiny_run_settings(tmp_path, tiny_llama)
+    grpo = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.total_training_steps=1",
+    ]
+    assert run_ppo(load_config([*settings, *grpo])) == 0
+    row = metrics_of(tmp_path)[-1]
+    assert "actor/kl_loss" in row and not [name for name in row if name.startswith("critic/vf")]
+    assert sorted(p.name for p in (tmp_path / "runs/latest/global_step_1").iterdir()) == ["actor"]
+
+
+def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_part(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    """`examples/new_role`: nothing in the library knows the teacher. Rules, reward model and teacher add up."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = tiny_run_settings(tmp_path, tiny_llama)
+    policy, _ = tiny_llama()
+    judge = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    with torch.no_grad():
+        judge.score.weight.zero_()  # judges every response 0, so that the sum is known
+    judge.save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
+    roles = [
+        "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=teacher_pool",
+        "resource_pool_spec.teacher_pool=[1]", "role_mapping.ref=ref_pool", "resource_pool_spec.ref_pool=[1]",
+        "algorithm.use_kl_in_reward=true", "reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}",
+        "trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1",
+    ]  # fmt: skip
+    (tmp_path / "reward.py").write_text("def compute_score(*arguments):\n    return 1.0\n")
+    assert run_ppo(load_config([*settings, *roles])) == 0
+    events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
+    assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("teacher_pool", "teacher")}
+    assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}
+    assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"global_pool"}
+    row = metrics_of(tmp_path)[-1]
+    # Rules 1, judge 0, and the teacher 0.1 times a mean log-probability, which is at least -log(68) on average.
+    assert 0.5 < row["critic/score/mean"] < 1
