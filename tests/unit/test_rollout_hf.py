@@ -1,6 +1,7 @@
 """What every rollout engine does with prompts, tokens and weights, shown on the small reference engine."""
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -251,6 +252,17 @@ def test_a_parameter_that_the_trainer_skips_is_noticed(model: tuple[str, LlamaFo
     short = collect_weights(some, dtype=torch.float32, rank=0, world_size=1, version=8)
     with pytest.raises(WeightSyncError, match="version 8 did not arrive"):
         engine.load_weights([short], 8)
+
+
+def test_a_missing_vllm_says_what_to_install(
+    model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    )
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[cpu\]'"):
+        make_engine(model, name="vllm")
 
 
 def test_tensor_parallel_size_must_divide_the_processes(model: tuple[str, LlamaForCausalLM]) -> None:
