@@ -1,0 +1,269 @@
+"""Makes a world small enough for a laptop: a tiny DeepSeek-architecture model, its tokenizer and arithmetic data.
+
+    python examples/split_placement/make_toy_world.py --out .toy_world --seed 1
+
+The folder then holds `model/` (Hugging Face format, float32), `train.parquet` and `test.parquet` (sums of two two-digit
+numbers in the row schema of `docs/data.md`) and `world.json` (the settings and what the warm-up reached). Held-out sums
+occur in neither order in the training split, so neither the warm-up nor PPO sees them.
+
+The warm-up teaches the model a bad habit on purpose. Its answers come from a careless pupil who works digit by digit
+and forgets seven carries in ten: more than half of these answers are wrong. The model learns the digits, the format and
+the habit, so its most likely answer is right about where there is nothing to carry. PPO's reward then tells
+right from wrong, and the model learns to carry.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+DATA_SOURCE = "verl_like/arithmetic"
+PAD, BEGIN, END, UNKNOWN = "<|pad|>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|unknown|>"
+USER, ASSISTANT = "<|User|>", "<|Assistant|>"
+VOCABULARY = [PAD, BEGIN, END, UNKNOWN, USER, ASSISTANT, *"0123456789+="]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    f"{{% if message.role == 'user' %}}{USER}{{{{ message.content }}}}"
+    f"{{% elif message.role == 'assistant' %}}{ASSISTANT}{{{{ message.content }}}}{{{{ eos_token }}}}"
+    "{% else %}{{ raise_exception('roles are user and assistant, not ' + message.role) }}{% endif %}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
+)
+MAX_ANSWER_LENGTH = 4  # tokens: three digits and the end of the sentence
+IGNORED = -100  # label of tokens that are not trained on
+
+Problem = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a toy world depends on; the same settings give the same files."""
+
+    seed: int = 1
+    num_held_out: int = 256
+    forgotten_carries: float = 0.7  # probability that the pupil forgets a carry
+    hidden_size: int = 128
+    num_layers: int = 2
+    warm_up_steps: int = 500
+    warm_up_batch_size: int = 128
+    learning_rate: float = 2e-3
+
+
+def split_problems(num_held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """All sums of two two-digit numbers as (train, held-out); no held-out sum is in train, in either order."""
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    rng.shuffle(pairs)
+    held_out = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs[:num_held_out]]
+    train = sorted({order for a, b in pairs[num_held_out:] for order in ((a, b), (b, a))})
+    rng.shuffle(train)
+    return train, held_out
+
+
+def make_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
+    """One row in verl's schema, with the right answer as ground truth."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": question(problem)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(sum(problem))},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def question(problem: Problem) -> str:
+    return f"{problem[0]}+{problem[1]}="
+
+
+def careless_sum(problem: Problem, forgotten_carries: float, rng: random.Random) -> str:
+    """Adds digit by digit from the right, and forgets each carry with the given probability."""
+    (a_tens, a_units), (b_tens, b_units) = divmod(problem[0], 10), divmod(problem[1], 10)
+
+    def carry(digit_sum: int) -> int:
+        return int(digit_sum >= 10 and rng.random() >= forgotten_carries)
+
+    units = a_units + b_units
+    tens = a_tens + b_tens + carry(units)
+    return f"{carry(tens) or ''}{tens % 10}{units % 10}"
+
+
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    """One token a character, with a chat template in the manner of DeepSeek's."""
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BEGIN,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """DeepSeek-LLM's architecture (Llama) with random weights."""
+    torch.manual_seed(settings.seed)
+    head_dim = 32  # the smallest that vLLM's CPU attention has
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=settings.hidden_size,
+        intermediate_size=2 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.hidden_size // head_dim,
+        num_key_value_heads=settings.hidden_size // head_dim,
+        head_dim=head_dim,
+        max_position_embeddings=64,
+        initializer_range=0.08,  # about 1/sqrt(hidden_size): this narrow a model learns sums slowly from 0.02
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def encode_questions(problems: list[Problem], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The questions as the rollout sees them, (B, P) int64; two-digit sums all have the same length."""
+    chats = [[{"role": "user", "content": question(problem)}] for problem in problems]
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return torch.tensor(encoded["input_ids"])
+
+
+def encode_answers(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The answers with end of sentence, padded on the right, (B, MAX_ANSWER_LENGTH) int64."""
+    texts = [answer + END for answer in answers]
+    encoded = tokenizer(texts, add_special_tokens=False, padding="max_length", max_length=MAX_ANSWER_LENGTH)
+    return torch.tensor(encoded["input_ids"])
+
+
+@torch.no_grad()
+def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> float:
+    """Share of the problems that greedy decoding answers right."""
+    questions = encode_questions(problems, tokenizer)
+    outputs = model.generate(
+        questions, attention_mask=torch.ones_like(questions), max_new_tokens=MAX_ANSWER_LENGTH, do_sample=False
+    )
+    answers = tokenizer.batch_decode(outputs[:, questions.shape[1] :], skip_special_tokens=True)
+    right = sum(answer.strip() == str(sum(problem)) for answer, problem in zip(answers, problems, strict=True))
+    return right / len(problems)
+
+
+def warm_up(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], settings: Settings
+) -> float:
+    """Supervised training on the careless pupil's answers, loss on the answers only.
+
+    Returns:
+        the share of these answers that is wrong.
+    """
+    rng = random.Random(settings.seed)
+    drawn = rng.choices(problems, k=settings.warm_up_steps * settings.warm_up_batch_size)
+    answers = [careless_sum(problem, settings.forgotten_carries, rng) for problem in drawn]
+    question_ids, answer_ids = encode_questions(drawn, tokenizer), encode_answers(answers, tokenizer)
+    input_ids = torch.cat([question_ids, answer_ids], dim=1)
+    labels = torch.cat([torch.full_like(question_ids, IGNORED), answer_ids], dim=1)
+    labels[labels == tokenizer.pad_token_id] = IGNORED
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
+
+    def schedule(step: int) -> float:  # 20 steps up, then a cosine down to 0
+        return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / settings.warm_up_steps))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    batches = zip(input_ids.split(settings.warm_up_batch_size), labels.split(settings.warm_up_batch_size), strict=True)
+    for step, (batch_ids, batch_labels) in enumerate(batches, start=1):
+        loss = model(input_ids=batch_ids, labels=batch_labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        if step % 100 == 0:
+            print(f"  warm-up step {step} of {settings.warm_up_steps}: loss {loss.item():.3f}", flush=True)
+    wrong = sum(answer != str(sum(problem)) for answer, problem in zip(answers, drawn, strict=True))
+    return wrong / len(drawn)
+
+
+def write_world(folder: Path, settings: Settings) -> dict[str, Any]:
+    """Writes everything into `folder`, `world.json` last; returns the latter's content."""
+    train, held_out = split_problems(settings.num_held_out, settings.seed)
+    for split, problems in (("train", train), ("test", held_out)):
+        rows = [make_row(problem, split, index) for index, problem in enumerate(problems)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    tokenizer = make_tokenizer()
+    model = make_model(settings, tokenizer)
+    print(f"Warming up a Llama of {model.num_parameters():,} parameters on {len(train)} sums, about a minute ...")
+    wrong = warm_up(model, tokenizer, train, settings)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    world = {
+        "settings": asdict(settings),
+        "wrong_warm_up_answers": wrong,
+        "held_out_exact_match": exact_match(model, tokenizer, held_out),
+    }
+    (folder / "world.json").write_text(json.dumps(world, indent=2) + "\n", encoding="utf-8")
+    return world
+
+
+def make_toy_world(out: Path, settings: Settings) -> dict[str, Any]:
+    """Makes the folder `out` unless it is there with the same settings; returns the content of its `world.json`.
+
+    The folder appears as a whole or not at all: it is written beside `out` and renamed.
+
+    Raises:
+        ValueError: `out` is something else than a toy world.
+    """
+    record = out / "world.json"
+    if record.is_file():
+        world = json.loads(record.read_text(encoding="utf-8"))
+        if world["settings"] == asdict(settings):
+            print(f"{out} is there already (held-out exact match {world['held_out_exact_match']:.3f})")
+            return world
+    elif out.exists():
+        raise ValueError(f"--out {out} exists and has no world.json, so it is left alone: give another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        folder = Path(scratch) / out.name
+        folder.mkdir()
+        world = write_world(folder, settings)
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(folder, out)
+    print(
+        f"{out}: warmed up in {time.monotonic() - started:.0f} s on answers of which "
+        f"{world['wrong_warm_up_answers']:.0%} are wrong (forgotten carries)\n"
+        f"{out}: held-out exact match {world['held_out_exact_match']:.3f} (greedy, {settings.num_held_out} sums)"
+    )
+    return world
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(".toy_world"), help="folder to make")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the data split, the weights and the warm-up")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a model this small gains nothing from more, and one thread adds in one order
+    make_toy_world(arguments.out, Settings(seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The toy world of the split placement example: its data, tokenizer, model and folder."""
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl_like.data import PromptDataset
+from verl_like.rewards import get_reward_fn
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "split_placement" / "make_toy_world.py"
+
+
+def load_script() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("make_toy_world", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+toy = load_script()
+SMALL = toy.Settings(seed=3, num_held_out=16, hidden_size=32, num_layers=1, warm_up_steps=3, warm_up_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("toy") / "world"
+    toy.make_toy_world(out, SMALL)
+    return out
+
+
+def read_rows(world: Path, split: str) -> list[dict]:
+    return pq.read_table(world / f"{split}.parquet").to_pylist()
+
+
+def operands(row: dict) -> frozenset[int]:
+    return frozenset(int(number) for number in row["prompt"][0]["content"].rstrip("=").split("+"))
+
+
+def test_rows_follow_the_schema_and_state_the_right_answer(world: Path) -> None:
+    for split in ("train", "test"):
+        for index, row in enumerate(read_rows(world, split)):
+            first, second = row["prompt"][0]["content"].removesuffix("=").split("+")
+            assert row == {
+                "data_source": "verl_like/arithmetic",
+                "prompt": [{"role": "user", "content": f"{first}+{second}="}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(int(first) + int(second))},
+                "extra_info": {"split": split, "index": index},
+            }
+            assert 10 <= int(first) <= 99 and 10 <= int(second) <= 99
+
+
+def test_no_held_out_sum_is_in_train_in_either_order(world: Path) -> None:
+    train, test = read_rows(world, "train"), read_rows(world, "test")
+    assert len(test) == 16
+    assert not {operands(row) for row in train} & {operands(row) for row in test}
+    # 90 * 90 ordered pairs: every one is in train unless it is a held-out sum or the same sum the other way round
+    assert len(train) == 90 * 90 - sum(len(operands(row)) for row in test)
+    assert len({row["prompt"][0]["content"] for row in train}) == len(train)
+
+
+def test_a_careless_pupil_forgets_carries_and_nothing_else() -> None:
+    rng = random.Random(0)
+    for a in range(10, 100):
+        for b in range(10, 100):
+            assert toy.careless_sum((a, b), 0.0, rng) == str(a + b)
+    assert toy.careless_sum((37, 58), 1.0, rng) == "85"  # 7+8 = 15, 3+5 = 8
+    assert toy.careless_sum((91, 86), 1.0, rng) == "77"  # 9+8 = 17
+    assert toy.careless_sum((55, 55), 1.0, rng) == "00"
+    assert toy.careless_sum((24, 72), 1.0, rng) == "96"  # nothing to carry
+    answers = {toy.careless_sum((88, 88), 0.5, rng) for _ in range(100)}
+    assert answers == {"66", "76", "166", "176"}  # each of the two carries is forgotten on its own
+
+
+def test_carries_are_forgotten_as_often_as_said() -> None:
+    rng = random.Random(0)
+    forgotten = sum(toy.careless_sum((15, 15), 0.7, rng) == "20" for _ in range(2000))
+    assert forgotten / 2000 == pytest.approx(0.7, abs=0.04)  # four standard deviations
+
+
+def test_the_tokenizer_has_one_token_a_character_and_gives_the_text_back(world: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    token_ids = tokenizer("37+58=95", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(token_ids) == list("37+58=95")
+    assert tokenizer.decode(token_ids) == "37+58=95"
+    answer = [*tokenizer("95", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "95"
+    assert tokenizer("x", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+    assert len(tokenizer) == len(toy.VOCABULARY)
+
+
+def test_the_chat_template_starts_the_answer_only_when_asked(world: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    chat = [{"role": "user", "content": "37+58="}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert asked == "<|begin_of_sentence|><|User|>37+58=<|Assistant|>"
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|begin_of_sentence|><|User|>37+58="
+    answered = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "95"}], tokenize=False)
+    assert answered == asked + "95<|end_of_sentence|>"
+    with pytest.raises(Exception, match="not system"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "Add."}], tokenize=False)
+
+
+def test_warm_up_and_rollout_see_the_same_prompt_tokens(world: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    dataset = PromptDataset(str(world / "test.parquet"), tokenizer, max_prompt_length=12)
+    _, held_out = toy.split_problems(SMALL.num_held_out, SMALL.seed)
+    batch = dataset.collate([dataset[index] for index in range(len(dataset))], epoch=0).batch
+    questions = toy.encode_questions(held_out, tokenizer)
+    assert questions.shape == (16, 9)
+    assert torch.equal(batch["input_ids"][:, 3:], questions)
+    assert torch.equal(batch["attention_mask"].sum(dim=1), torch.full((16,), 9))
+
+
+def test_the_reward_of_the_data_source_is_exact_match() -> None:
+    reward = get_reward_fn(toy.DATA_SOURCE)
+    assert reward(toy.DATA_SOURCE, "95", "95") == 1
+    assert reward(toy.DATA_SOURCE, "85", "95") == 0
+
+
+def test_the_model_is_a_llama_that_loads_and_stops_at_the_end_of_sentence(world: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(world / "model")
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.dtype == torch.float32
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_the_warm_up_trains_on_the_answers_and_their_end() -> None:
+    settings = toy.Settings(seed=0, hidden_size=32, num_layers=1, warm_up_steps=150, warm_up_batch_size=4)
+    tokenizer = toy.make_tokenizer()
+    model = toy.make_model(settings, tokenizer)
+    problems = [(24, 72), (40, 30)]  # nothing to carry: the careless pupil is right
+    assert toy.exact_match(model, tokenizer, problems) == 0
+    wrong = toy.warm_up(model, tokenizer, problems, settings)
+    assert wrong == 0
+    assert toy.exact_match(model, tokenizer, problems) == 1
+
+
+def test_the_same_settings_give_the_same_files_and_another_seed_does_not(world: Path, tmp_path: Path) -> None:
+    files = ["world.json", "train.parquet", "test.parquet", "model/model.safetensors", "model/tokenizer.json"]
+    toy.make_toy_world(tmp_path / "again", SMALL)
+    for file in files:
+        assert (tmp_path / "again" / file).read_bytes() == (world / file).read_bytes(), file
+    toy.make_toy_world(tmp_path / "again", toy.Settings(**{**toy.asdict(SMALL), "seed": 4}))
+    for file in files[:-1]:
+        assert (tmp_path / "again" / file).read_bytes() != (world / file).read_bytes(), file
+
+
+def test_a_complete_world_is_left_as_it_is(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in world.rglob("*")}
+    recorded = toy.make_toy_world(world, SMALL)
+    assert {path: path.stat().st_mtime_ns for path in world.rglob("*")} == before
+    assert recorded == json.loads((world / "world.json").read_text())
+    assert "is there already" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_toy_world_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"has no world\.json"):
+        toy.make_toy_world(tmp_path, SMALL)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
