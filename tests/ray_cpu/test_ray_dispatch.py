@@ -90,7 +90,7 @@ def test_per_rank_values_that_are_too_few_are_refused(four):
 
 def test_all_to_all_on_rank_zero_gets_the_plain_value(four, call):
     assert call(four.all_to_all_on_rank_zero, [1, 2, 3, 4]) == (0, [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="PerRank needs Execute.ALL"):
+    with pytest.raises(ValueError, match=r"PerRank needs Execute\.ALL"):
         four.all_to_all_on_rank_zero(PerRank([1, 2, 3, 4]))
 
 
@@ -116,7 +116,7 @@ def test_only_the_columns_a_method_reads_travel(four):
     assert four.scale_values(batch_of(8)).meta_info["columns"] == ["values"]
 
 
-# ceil(7 / 4) = 2 rows per rank: rank 3 has row 6 and a copy of row 0. ceil(1 / 4) = 1: ranks 1 to 3 have copies of row 0.
+# ceil(7 / 4) = 2 rows per rank: rank 3 has row 6 and a copy of row 0. ceil(1 / 4) = 1: ranks 1 to 3 have only copies.
 @pytest.mark.parametrize(("rows", "padding_by_row"), [(7, [0, 0, 0, 0, 0, 0, 1]), (1, [0]), (5, [0, 0, 0, 0, 1])])
 def test_an_uneven_batch_is_padded_for_the_workers_only(four, call, rows, padding_by_row):
     data = batch_of(rows, note="kept")

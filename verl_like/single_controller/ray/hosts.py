@@ -84,9 +84,8 @@ class RayHosts:
         hosts._taken = (pool, bundles)
         return hosts
 
-    @property
-    def infos(self) -> list[HostInfo]:
-        """Where each rank runs. Waits for the start; raises WorkerError if a constructor failed."""
+    def wait_until_started(self) -> list[HostInfo]:
+        """Where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
             self._infos = self.wait(self._started, self.role, "__init__", START_DEADLINE_S)
         return self._infos
@@ -160,7 +159,7 @@ class RayHosts:
 
     def _death(self, role: str, method: str, rank: int, error: RayError) -> WorkerDied:
         info = self._info(rank)
-        reason = str(error).strip().rsplit("\n", 1)[-1]
+        reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
         return WorkerDied(role, rank, info.node, info.pid, method, f"{reason}\n{_last_log_lines(info)}")
 
     def _info(self, rank: int) -> HostInfo:
@@ -194,6 +193,7 @@ def _last_log_lines(info: HostInfo) -> str:
         return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
     lines: list[str] = []
     for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
-        lines += [line for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
+        # Lines that start with ":" are Ray's own marks.
+        lines += [line[:200] for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
     shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"
     return f"last lines of {info.logs_dir}/{pattern} and .out:\n{shown}"

@@ -149,12 +149,12 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def worker_pids(self) -> list[int]:
-        return [info.pid for info in self.hosts.infos]
+        return [info.pid for info in self.hosts.wait_until_started()]
 
     @property
     def worker_nodes(self) -> list[str]:
         """Addresses of the nodes, by rank."""
-        return [info.node for info in self.hosts.infos]
+        return [info.node for info in self.hosts.wait_until_started()]
 
     @property
     def master_address(self) -> str:
@@ -215,7 +215,7 @@ class RayCall:
         timeout = self.group.deadline_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
         hosts = self.group.hosts
-        hosts.infos  # noqa: B018 a failed start is the first thing to report
+        hosts.wait_until_started()  # a failed start is the first thing to report
         hosts.wait(self.headers, self.group.role, self.method, timeout)
         self.group.report_finished_calls()
         outputs: list[Any] = [None] * len(self.payloads)

@@ -1,0 +1,82 @@
+"""Ranks of a pool and whether pools fit on nodes, without a cluster."""
+
+import copy
+import socket
+
+import pytest
+
+from verl_like.single_controller import ResourcePool, WorkerError
+from verl_like.single_controller.failure import CallTimeout, WorkerDied
+from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
+from verl_like.single_controller.ray.cluster import fits
+
+
+def test_local_ranks_follow_from_the_processes_of_each_node():
+    pool = ResourcePool([2, 1])
+    pool.add_node(3)
+    assert (pool.world_size, pool.store) == (6, [2, 1, 3])
+    assert pool.local_rank_list() == [0, 1, 0, 0, 1, 2]
+    assert pool.local_world_size_list() == [2, 2, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5])
+def test_a_node_has_at_least_one_process(wrong):
+    with pytest.raises(ValueError, match="at least one process"):
+        ResourcePool([1, wrong])
+
+
+def test_windows_of_a_pool_keep_its_node_boundaries():
+    pool = RayResourcePool([2, 3], use_gpu=False, name_prefix="p")
+    windows = split_resource_pool(pool, [1, 3, 1])
+    assert [w.process_on_nodes for w in windows] == [[1], [1, 2], [1]]
+    assert windows[1].name == "p[1:4]"
+    with pytest.raises(ValueError, match="5 processes, which 2 does not split exactly"):
+        split_resource_pool(pool, 2)
+
+
+def test_pools_that_differ_cannot_be_merged():
+    first, second = RayResourcePool([2], use_gpu=False), RayResourcePool([1], use_gpu=True)
+    with pytest.raises(ValueError, match="use_gpu is False and True"):
+        merge_resource_pool(first, second)
+    assert merge_resource_pool(first, RayResourcePool([1], use_gpu=False)).process_on_nodes == [2, 1]
+
+
+def entries(*cpus: float) -> list[dict[str, float]]:
+    return [{"CPU": cpu} for cpu in cpus]
+
+
+def test_each_entry_must_fit_on_one_node():
+    assert fits(entries(4, 4), entries(8))
+    assert not fits(entries(6), entries(4, 4)), "the total would be enough"
+    assert fits(entries(2, 8), entries(2, 8)) and fits(entries(8, 2), entries(2, 8))
+    # Putting the largest on the first node that has room (7 on 10) would leave no room for the second 5.
+    assert fits(entries(7, 5, 5), entries(10, 7))
+    assert not fits(entries(*[5] * 40), entries(*[8] * 39))
+
+
+def test_gpus_and_cpus_are_both_counted():
+    node = {"GPU": 8.0, "CPU": 8.0}
+    assert fits([{"GPU": 8, "CPU": 8}], [node])
+    assert not fits([{"GPU": 4, "CPU": 12}], [node])
+    assert not fits([{"GPU": 1, "CPU": 1}], entries(64))
+
+
+def test_a_reserved_port_is_free_for_its_owner_only():
+    holder, port = reserve_port()
+    with socket.socket() as stranger, pytest.raises(OSError):
+        stranger.bind(("", port))
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
+        server.listen()
+    holder.close()
+
+
+@pytest.mark.parametrize("kind", [WorkerError, WorkerDied])
+def test_errors_keep_their_facts_when_they_are_serialised(kind):
+    error = copy.copy(kind("actor", 3, "10.0.0.1", 77, "update_actor", "Traceback\nValueError: x\n"))
+    assert type(error) is kind and (error.role, error.rank, error.pid, error.method) == ("actor", 3, 77, "update_actor")
+    assert str(error).startswith("actor rank 3 (node 10.0.0.1, pid 77) ")
+    timeout = copy.copy(CallTimeout("actor", "update_actor", 5.0, "rank(s) [1] of 2"))
+    assert str(timeout) == "actor.update_actor did not finish within 5 s: waiting for rank(s) [1] of 2"
