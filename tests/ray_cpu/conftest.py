@@ -11,7 +11,7 @@ import ray
 def ray_cluster() -> Iterator[None]:
     ray.init(
         num_cpus=8,
-        num_gpus=0,
+        num_gpus=2,  # counted, not used
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

@@ -317,6 +317,14 @@ def test_a_failed_call_fails_the_calls_that_depend_on_it_with_its_own_error(grou
         broken.get()
 
 
+@pytest.mark.parametrize("groups", [pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+def test_a_failure_that_nobody_waits_for_is_logged(four, caplog):
+    forgotten = four.fail_on.remote(1)
+    four.one_to_all(0)
+    assert "four.fail_on failed and nobody waited for it" in caplog.text
+    assert "no such thing" in caplog.text and forgotten.done()
+
+
 def test_every_finished_call_is_reported_once_even_if_nobody_waits_for_it(four):
     four.one_to_all(0)
     EVENTS.clear()

@@ -37,10 +37,8 @@ def test_a_killed_rank_is_named_and_its_waiting_peer_is_stopped(pair):
     with pytest.raises(CallTimeout):
         future.get(timeout=1)
     os.kill(pids[1], signal.SIGKILL)
-    killed = time.monotonic()
     with pytest.raises(WorkerDied, match=r"pair rank 1 .* died during reduce_while_rank_sleeps") as caught:
-        future.get()
-    assert time.monotonic() - killed < 30
+        future.get(timeout=60)
     error = caught.value
     assert (error.role, error.rank, error.node, error.pid) == ("pair", 1, nodes[1], pids[1])
     assert f"worker-*-{pids[1]}.err" in error.cause
@@ -63,10 +61,9 @@ def test_the_last_lines_of_a_crashed_workers_log_are_in_the_error(pair):
 
 def test_an_error_of_one_rank_does_not_wait_for_the_rank_that_waits_for_it(pair):
     pair.init_process_group()
-    started = time.monotonic()
     with pytest.raises(WorkerError, match=r"pair rank 1 .* ZeroDivisionError") as caught:
-        pair.execute_with_func_generator(fail_before_the_collective)
-    assert time.monotonic() - started < 30 and not isinstance(caught.value, WorkerDied)
+        pair.execute_with_func_generator.remote(fail_before_the_collective).get(timeout=60)
+    assert not isinstance(caught.value, WorkerDied)
     assert "rank(s) [0] are still in execute_with_func_generator" in caught.value.__notes__[0]
 
 

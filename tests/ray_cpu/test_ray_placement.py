@@ -109,9 +109,9 @@ def test_a_pool_that_does_not_fit_fails_at_once_with_a_table():
         manager.create_resource_pool()
     lines = [line.split() for line in str(caught.value).splitlines()]
     assert ["train,", "node", "0", "0", "6"] in lines and ["rollout,", "node", "0", "0", "4"] in lines
-    assert lines[-2][-6:] == ["0", "/", "0", "8", "/", "8"]
+    assert lines[-2][-6:] == ["2", "/", "2", "8", "/", "8"]
     with pytest.raises(ValueError, match="the cluster is too small"):
-        RayResourcePool([1]).get_placement_groups()  # a GPU, and there is none
+        RayResourcePool([3]).get_placement_groups()  # three GPUs, and there are two
     assert time.monotonic() - started < 10
 
 
@@ -199,8 +199,9 @@ def test_a_constructor_that_raises_is_reported_with_role_and_rank(stop_all):
         group.execute_func_rank_zero(len, [])
 
 
-def test_a_class_wrapped_by_ray_is_accepted_as_in_verl(stop_all):
-    pool = RayResourcePool([1], use_gpu=False)
+def test_each_rank_of_a_gpu_pool_sees_its_own_gpu_and_ray_remote_classes_are_accepted(stop_all):
+    pool = RayResourcePool([2], use_gpu=True, max_colocate_count=3)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(ToyWorker), scale=2.0))
     stop_all += [group, pool]
-    assert group.one_to_all("x") == [(0, "x")]
+    assert [place["device"] for place in group.place()] == ["cuda", "cuda"]
+    assert sorted(group.environment("CUDA_VISIBLE_DEVICES")) == ["0", "1"]

@@ -19,6 +19,7 @@ from verl_like.single_controller.ray.resource_pool import Bundle, RayResourcePoo
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 START_DEADLINE_S = 300.0  # process start, imports and constructors; models are loaded in init_model
+READY_S = 30.0  # for fetching what is ready
 _POLL_S = 0.5
 # When a rank dies its peers often fail first ("connection closed by peer"): the death follows within this time.
 _DEATH_GRACE_S = 2.0
@@ -107,7 +108,7 @@ class RayHosts:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=left)
             for reference in ready:
                 try:
-                    values[rank_of[reference]] = ray.get(reference, timeout=_POLL_S)
+                    values[rank_of[reference]] = ray.get(reference, timeout=READY_S)
                 except RayError as error:
                     failures[rank_of[reference]] = error
             now = time.monotonic()
@@ -168,7 +169,7 @@ class RayHosts:
             return self._infos[rank]
         ready, _ = ray.wait([self._started[rank]], timeout=0)
         try:
-            return ray.get(ready[0], timeout=_POLL_S)
+            return ray.get(ready[0], timeout=READY_S)
         except (RayError, IndexError):  # it failed while starting
             return HostInfo(0, "unknown", "", "")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,10 +15,11 @@ from verl_like.protocol import DataProto, Part
 from verl_like.single_controller.call import CallEvent
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.ray.host import fetch
-from verl_like.single_controller.ray.hosts import START_DEADLINE_S, RayHosts
+from verl_like.single_controller.ray.hosts import READY_S, START_DEADLINE_S, RayHosts
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
+_log = logging.getLogger(__name__)
 # Smaller batches travel inside the call: reading the object store takes a rank longer than unpickling them.
 _INLINE_BYTES = 16 * 1024
 
@@ -92,7 +95,7 @@ class RayWorkerGroup(WorkerGroup):
         on_call: Callable[[CallEvent], None] | None,
     ) -> None:
         self.hosts, self._classes, self.deadline_s = hosts, classes, deadline_s
-        self._unreported: list[Any] = []  # headers of calls whose end has not been reported to on_call
+        self._unreported: list[_SubmittedCall] = []
         super().__init__(worker_cls, role, len(hosts.actors), hosts.pool, on_call)
 
     @classmethod
@@ -181,20 +184,25 @@ class RayWorkerGroup(WorkerGroup):
             self.workers[rank].call.remote(self.role, spec.name, args, kwargs, self.deadline_s)
             for rank, (args, kwargs) in enumerate(calls)
         ]
-        call = RayCall(self, spec.name, [h for h, _ in references], [p for _, p in references], collect_ranks)
-        self._unreported += call.headers
-        return call
+        submitted = _SubmittedCall(spec.name, [header for header, _ in references])
+        self._unreported.append(submitted)
+        return RayCall(self, submitted, [payload for _, payload in references], collect_ranks)
 
     def report_finished_calls(self) -> None:
         """Tell `on_call` about the calls that have finished, also those whose futures nobody waits for."""
-        if not self._unreported:
+        headers = [header for call in self._unreported for header in call.unreported]
+        if not headers:
             return
-        ready, self._unreported = ray.wait(self._unreported, num_returns=len(self._unreported), timeout=0)
-        for reference in ready:
-            try:
-                self.report([ray.get(reference, timeout=self.deadline_s)])
-            except RayError:  # a failed call has no times; its error is raised by its future
-                continue
+        ready = set(ray.wait(headers, num_returns=len(headers), timeout=0)[0])
+        for call in self._unreported:
+            for header in ready.intersection(call.unreported):
+                try:
+                    self.report([ray.get(header, timeout=READY_S)])
+                except RayError as error:
+                    if not call.waited_for:
+                        _log.error("%s.%s failed and nobody waited for it: %s", self.role, call.method, error)
+            call.unreported = [header for header in call.unreported if header not in ready]
+        self._unreported = [call for call in self._unreported if call.unreported]
 
     def shutdown(self) -> None:
         """Kill the processes, which colocated roles share, and give the pool's slot back."""
@@ -202,26 +210,41 @@ class RayWorkerGroup(WorkerGroup):
         self.hosts.stop(RuntimeError(f"the worker group {self.role} was shut down"))
 
 
+@dataclass
+class _SubmittedCall:
+    """What the group keeps of a call: not its result, which is freed with the call's future."""
+
+    method: str
+    headers: list[Any]
+    waited_for: bool = False
+
+    def __post_init__(self) -> None:
+        self.unreported = self.headers
+
+
 class RayCall:
     """A call in flight: two references per rank, to its header and to its result."""
 
     def __init__(
-        self, group: RayWorkerGroup, method: str, headers: list[Any], payloads: list[Any], collect_ranks: list[int]
+        self, group: RayWorkerGroup, submitted: _SubmittedCall, payloads: list[Any], collect_ranks: list[int]
     ) -> None:
-        self.group, self.method, self.headers, self.payloads = group, method, headers, payloads
-        self.collect_ranks = collect_ranks
+        self.group, self.submitted, self.headers = group, submitted, submitted.headers
+        self.payloads, self.collect_ranks = payloads, collect_ranks
 
     def wait(self, timeout: float | None) -> list[Any]:
         timeout = self.group.deadline_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        hosts = self.group.hosts
+        hosts, role, method = self.group.hosts, self.group.role, self.submitted.method
+        self.submitted.waited_for = True
         hosts.wait_until_started()  # a failed start is the first thing to report
-        hosts.wait(self.headers, self.group.role, self.method, timeout)
+        hosts.wait(self.headers, role, method, timeout)
         self.group.report_finished_calls()
         outputs: list[Any] = [None] * len(self.payloads)
-        collected = self.fetch(
-            [self.payloads[rank] for rank in self.collect_ranks], max(1.0, deadline - time.monotonic())
-        )
+        left = max(READY_S, deadline - time.monotonic())
+        try:
+            collected = self.fetch([self.payloads[rank] for rank in self.collect_ranks], left)
+        except RayError as error:
+            raise RuntimeError(f"{role}.{method} finished, but its results were lost: {error}") from error
         for rank, output in zip(self.collect_ranks, collected, strict=True):
             outputs[rank] = output
         return outputs
