@@ -7,7 +7,7 @@ numbers in the row schema of `docs/data.md`) and `world.json` (the settings and 
 occur in neither order in the training split, so neither the warm-up nor PPO sees them.
 
 The warm-up teaches the model a bad habit on purpose. Its answers come from a careless pupil who works digit by digit
-and forgets seven carries in ten: more than half of these answers are wrong. The model learns the digits, the format and
+and forgets two carries in three: more than half of these answers are wrong. The model learns the digits, the format and
 the habit, so its most likely answer is right about where there is nothing to carry. PPO's reward then tells
 right from wrong, and the model learns to carry.
 """
@@ -53,7 +53,7 @@ class Settings:
 
     seed: int = 1
     num_held_out: int = 256
-    forgotten_carries: float = 0.7  # probability that the pupil forgets a carry
+    forgotten_carries: float = 0.65  # probability that the pupil forgets a carry
     hidden_size: int = 128
     num_layers: int = 2
     warm_up_steps: int = 500

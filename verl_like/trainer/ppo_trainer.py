@@ -24,6 +24,7 @@ from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import EXTRA_PREFIX, RuleScorer
+from verl_like.workers.mini_batches import rank_order
 
 
 class RayPPOTrainer:
@@ -121,6 +122,7 @@ class RayPPOTrainer:
         self.metrics: list[dict[str, Metric]] = []
         prompts.meta_info["global_steps"] = self.global_step
         batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.n)
+        self.rollout.sleep()
 
         pending: list[Any] = self.submit_scoring(batch)
         pending.append(self.actor.compute_log_prob.remote(batch))
@@ -132,22 +134,29 @@ class RayPPOTrainer:
         for future in pending:
             batch = batch.union(self.collect(future))
 
-        self.compute_rewards(batch)
-        self.compute_advantages(batch)
+        with self.recorder.timer("adv"):
+            self.compute_rewards(batch)
+            self.compute_advantages(batch)
         data = self.config.data
         self.metrics.append(batch_metrics(batch, data.max_prompt_length, data.max_response_length))
 
         updates = []
         if self.critic:
-            updates.append(self.critic.update_critic.remote(batch))
-        actor_is_training = self.global_step > self.config.trainer.critic_warmup
-        if actor_is_training:
-            updates.append(self.actor.update_actor.remote(batch))
+            rows = self.in_update_order(batch, self.critic, self.config.critic.ppo_mini_batch_size)
+            updates.append(self.critic.update_critic.remote(rows))
+        if self.global_step > self.config.trainer.critic_warmup:
+            rows = self.in_update_order(batch, self.actor, self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+            updates.append(self.actor.update_actor.remote(rows))
         for future in updates:
             self.collect(future)
-        if actor_is_training:
+        with self.recorder.timer("update_weights"):
             self.sync_weights()
         return metric_values(merge_metrics(self.metrics))
+
+    def in_update_order(self, batch: DataProto, group: RayWorkerGroup, ppo_mini_batch_size: int) -> DataProto:
+        """Rows such that an update has the same mini-batches on any number of ranks."""
+        mini_batch_rows = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        return batch.select_idxs(rank_order(len(batch), mini_batch_rows, group.world_size))
 
     def generate(self, prompts: DataProto, num_samples: int) -> DataProto:
         """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other."""
@@ -214,9 +223,13 @@ class RayPPOTrainer:
         )
 
     def sync_weights(self) -> None:
-        """Sends the actor's weights to the rollout engines, which check them against the actor's fingerprint."""
+        """Sends the actor's weights to the rollout engines, which check them against the actor's fingerprint.
+
+        Also during the critic's warm-up: an engine that slept has no weights.
+        """
         exported = self.actor.export_weights.remote(version=self.global_step)
-        self.rollout.load_weights.remote(exported, version=self.global_step).get()
+        self.rollout.load_weights(exported, version=self.global_step)
+        self.actor.report_finished_calls()  # nobody waits for the export itself
 
     def validate(self) -> dict[str, float]:
         """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""

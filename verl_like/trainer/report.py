@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-# Title, metric names (each one that exists is a curve), y label.
+# Title, names of metrics (a name that ends in "/" stands for all that begin with it), y label.
 CHARTS = [
     ("Validation", ("val-core/",), "score"),
     ("Reward", ("critic/score/mean", "critic/rewards/mean"), "mean per sample"),
@@ -74,7 +74,8 @@ def write_report(
 def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[str, float]]) -> str:
     series = {
         name: [(row["step"], row[name]) for row in metrics if name in row]
-        for name in dict.fromkeys(key for row in metrics for key in row if key.startswith(names))
+        for name in dict.fromkeys(key for row in metrics for key in row)
+        if any(name.startswith(wanted) if wanted.endswith("/") else name == wanted for wanted in names)
     }
     if not series:
         return ""

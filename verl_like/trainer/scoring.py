@@ -1,5 +1,7 @@
 """From responses to `rule_scores`: decoded on the driver, scored in worker processes, put on the last token."""
 
+import time
+
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -48,16 +50,16 @@ class RuleScorer:
             )
             for i, text in enumerate(texts)
         ]
-        return PendingScores(self.manager.submit(samples), mask_BR, texts)
+        return PendingScores(self.manager.submit(samples), mask_BR)
 
 
 class PendingScores:
-    """The scores of one batch on their way; `.get()` waits for them, `.texts` are the decoded responses."""
+    """The scores of one batch on their way."""
 
-    def __init__(self, pending: PendingRewards, mask_BR: torch.Tensor, texts: list[str]) -> None:
+    def __init__(self, pending: PendingRewards, mask_BR: torch.Tensor) -> None:
         self.pending = pending
         self.mask_BR = mask_BR
-        self.texts = texts
+        self.submitted = time.time()
 
     def get(self) -> DataProto:
         """Returns `rule_scores` (B R) float32, `is_skipped` (B,) bool, and what the reward function added."""
@@ -65,6 +67,7 @@ class PendingScores:
         scores_B = torch.from_numpy(np.where(result.skipped, 0.0, result.scores).astype(np.float32))
         skipped_B = torch.from_numpy(result.skipped)
         metrics = {
+            "timing_s/reward": Metric.max(time.time() - self.submitted),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
