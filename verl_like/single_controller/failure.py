@@ -38,7 +38,7 @@ class CallTimeout(TimeoutError):
 
     def __init__(self, role: str, method: str, seconds: float, waiting_for: str) -> None:
         self.role, self.method, self.seconds, self.waiting_for = role, method, seconds, waiting_for
-        super().__init__(f"{role}.{method} did not finish within {seconds:g} s: waiting for {waiting_for}")
+        super().__init__(f"{role}.{method} did not finish within {seconds:.3g} s: waiting for {waiting_for}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.role, self.method, self.seconds, self.waiting_for)

@@ -85,10 +85,10 @@ class RayHosts:
         hosts._taken = (pool, bundles)
         return hosts
 
-    def wait_until_started(self) -> list[HostInfo]:
+    def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[HostInfo]:
         """Where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
-            self._infos = self.wait(self._started, self.role, "__init__", START_DEADLINE_S)
+            self._infos = self.wait(self._started, self.role, "__init__", min(timeout, START_DEADLINE_S))
         return self._infos
 
     def wait(self, references: Sequence[Any], role: str, method: str, timeout: float) -> list[Any]:

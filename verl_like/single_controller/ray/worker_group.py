@@ -236,8 +236,8 @@ class RayCall:
         deadline = time.monotonic() + timeout
         hosts, role, method = self.group.hosts, self.group.role, self.submitted.method
         self.submitted.waited_for = True
-        hosts.wait_until_started()  # a failed start is the first thing to report
-        hosts.wait(self.headers, role, method, timeout)
+        hosts.wait_until_started(timeout)  # a failed start is the first thing to report
+        hosts.wait(self.headers, role, method, deadline - time.monotonic())
         self.group.report_finished_calls()
         outputs: list[Any] = [None] * len(self.payloads)
         left = max(READY_S, deadline - time.monotonic())
