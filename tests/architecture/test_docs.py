@@ -4,7 +4,8 @@ import re
 
 from source_tree import ROOT
 
-PATH = re.compile(r"`((?:verl_like|examples|docs|tests|scripts|benchmarks|requirements)/[\w./-]+)`|\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)")
+FOLDERS = "verl_like|examples|docs|tests|scripts|benchmarks|requirements"
+PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`|\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)")
 
 
 def named_paths(text: str) -> list[str]:

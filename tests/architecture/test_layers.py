@@ -63,7 +63,9 @@ def test_only_optional_engines_are_imported_inside_a_function():
                 for module in imported_modules(node):
                     allowed = [name for name in OPTIONAL if module == name or module.startswith(f"{name}.")]
                     if not any(str(path.relative_to(PACKAGE)) in OPTIONAL[name] for name in allowed):
-                        violations.append(f"{relative(path)}:{node.lineno} imports {module} inside {function.name}; move it to the top")
+                        violations.append(
+                            f"{relative(path)}:{node.lineno} {function.name} imports {module}: move it up"
+                        )
     assert not violations, "\n".join(violations)
 
 

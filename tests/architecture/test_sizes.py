@@ -52,7 +52,7 @@ def test_the_walk_from_main_to_the_loss_is_short():
 
 def test_the_walk_is_connected_by_imports_or_role_names():
     """Each file of the walk imports the next one, but for the workers, which the trainer reaches by their methods."""
-    main, trainer, worker, engine, loss = (ROOT / name for name in WALK_FROM_MAIN_TO_LOSS)
+    main, trainer, worker, _, loss = (ROOT / name for name in WALK_FROM_MAIN_TO_LOSS)
     assert "ppo_trainer" in main.read_text()
     assert "update_actor" in trainer.read_text() and "def update_actor" in worker.read_text()
     assert "verl_like.workers.engine" in worker.read_text()

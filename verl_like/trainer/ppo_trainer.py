@@ -19,6 +19,7 @@ from verl_like.single_controller.ray.worker_group import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
+from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.roles import Role, process_groups
@@ -62,12 +63,22 @@ class RayPPOTrainer:
         )
         self.estimate_advantages = get_adv_estimator_fn(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.groups: dict[str, RayWorkerGroup] = {}
         self.global_step = 0
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models; groups load at the same time."""
-        placement = []
+        self.groups = self.start_groups()
+        self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
+        self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
+        self.reward_model = self.groups.get(Role.RewardModel)
+        self.annotators = [group for role, group in self.groups.items() if role not in list(Role)]
+        for future in [group.init_model.remote() for group in self.groups.values()]:
+            future.get()
+        self.sync_weights()
+
+    def start_groups(self) -> dict[str, WorkerGroup]:
+        """A worker group for each role; training roles of one pool share their processes."""
+        groups, placement = {}, []
         roles_of_pools = process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping})
         for pool, roles in roles_of_pools:
             processes = self.ray_worker_group_cls(
@@ -76,16 +87,10 @@ class RayPPOTrainer:
                 deadline_s=self.config.trainer.call_timeout_s,
                 on_call=self.recorder.timeline.record,
             )
-            self.groups |= processes.spawn(roles)
+            groups |= processes.spawn(roles)
             placement.append((pool, roles, processes))
         self.recorder.show_placement(placement)
-        self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
-        self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
-        self.reward_model = self.groups.get(Role.RewardModel)
-        self.annotators = [group for role, group in self.groups.items() if role not in list(Role)]
-        for future in [group.init_model.remote() for group in self.groups.values()]:
-            future.get()
-        self.sync_weights()
+        return groups
 
     def fit(self) -> None:
         """Trains for the configured number of steps, validating before and every `test_freq`, and saves the end."""
@@ -153,7 +158,7 @@ class RayPPOTrainer:
             self.sync_weights()
         return metric_values(merge_metrics(self.metrics))
 
-    def in_update_order(self, batch: DataProto, group: RayWorkerGroup, ppo_mini_batch_size: int) -> DataProto:
+    def in_update_order(self, batch: DataProto, group: WorkerGroup, ppo_mini_batch_size: int) -> DataProto:
         """Rows such that an update has the same mini-batches on any number of ranks."""
         mini_batch_rows = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         return batch.select_idxs(rank_order(len(batch), mini_batch_rows, group.world_size))

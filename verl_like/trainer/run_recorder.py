@@ -107,9 +107,9 @@ class RunRecorder:
             mask = batch.batch["response_mask"][i].bool()
             self.generations.append(
                 {
-                    "prompt": batch.non_tensor_batch["raw_prompt"][i][-1]["content"],
-                    "response": tokenizer.decode(batch.batch["responses"][i][mask]),
-                    "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
+                    "prompt": _shown(batch.non_tensor_batch["raw_prompt"][i][-1]["content"]),
+                    "response": _shown(tokenizer.decode(batch.batch["responses"][i][mask])),
+                    "ground_truth": _shown(str(batch.non_tensor_batch["reward_model"][i].get("ground_truth"))),
                     "score": f"{scores_B[i]:.2f}",
                 }
             )
@@ -142,6 +142,13 @@ class RunRecorder:
             *(("model (Hugging Face format)", name) for name in models),
         ]:
             self.console.say(f"  {what:<28} {self.run_dir / name}")
+
+
+def _shown(text: str, max_length: int = 240) -> str:
+    """On one line, its middle left out when it is long; control characters could steer the terminal."""
+    if len(text) > max_length:
+        text = f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _new_run_dir(parent: Path) -> Path:
