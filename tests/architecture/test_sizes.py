@@ -6,9 +6,10 @@ from source_tree import PACKAGE, ROOT, parse, python_files, relative
 
 WALK_FROM_MAIN_TO_LOSS = [
     "verl_like/trainer/main_ppo.py",
+    "verl_like/trainer/run_ppo.py",
     "verl_like/trainer/ppo_trainer.py",
     "verl_like/workers/actor_rollout_ref.py",
-    "verl_like/workers/engine.py",
+    "verl_like/workers/mini_batches.py",
     "verl_like/algorithms/policy_loss.py",
 ]
 
@@ -52,8 +53,9 @@ def test_the_walk_from_main_to_the_loss_is_short():
 
 def test_the_walk_is_connected_by_imports_or_role_names():
     """Each file of the walk imports the next one, but for the workers, which the trainer reaches by their methods."""
-    main, trainer, worker, _, loss = (ROOT / name for name in WALK_FROM_MAIN_TO_LOSS)
-    assert "ppo_trainer" in main.read_text()
-    assert "update_actor" in trainer.read_text() and "def update_actor" in worker.read_text()
-    assert "verl_like.workers.engine" in worker.read_text()
-    assert "get_policy_loss_fn" in worker.read_text() and "def get_policy_loss_fn" in loss.read_text()
+    main, run, trainer, worker, mini_batches, loss = ((ROOT / name).read_text() for name in WALK_FROM_MAIN_TO_LOSS)
+    assert "from verl_like.trainer.run_ppo import" in main
+    assert "from verl_like.trainer.ppo_trainer import" in run
+    assert "update_actor" in trainer and "def update_actor" in worker
+    assert "from verl_like.workers.mini_batches import" in worker and "def update(" in mini_batches
+    assert "get_policy_loss_fn" in worker and "def get_policy_loss_fn" in loss
