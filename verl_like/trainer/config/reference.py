@@ -29,7 +29,7 @@ written (`a.b=1`, `+a.b=1`, `++a.b=1` or in YAML), and so are values of another 
   `trainer.n_gpus_per_node` processes.
 - `placement=split`: actor, rollout and ref in `actor_rollout_ref_pool`, critic and reward model in `critic_pool`, half
   of the devices each. One node is halved inside, several nodes are halved as whole nodes.
-- `placement=null`: no pools; your YAML file gives `resource_pool_spec` and `role_mapping` in full.
+- none, `override placement: null` in your YAML file: the file gives `resource_pool_spec` and `role_mapping` in full.
 
 `device` says what workers compute on:
 
@@ -71,7 +71,7 @@ def render_config_reference() -> str:
     sections: dict[str, list[str]] = {}
     for path, model, name in leaves():
         section = path.rpartition(".")[0]
-        sections.setdefault(section, []).append(_row(name, model, OmegaConf.select(base, section or "")))
+        sections.setdefault(section, []).append(_row(name, model, OmegaConf.select(base, section)))
     table_head = "| key | default | values | meaning |\n|---|---|---|---|\n"
     return HEAD + "".join(
         f"\n## {f'`{section}`' if section else 'Placement'}\n\n{table_head}{''.join(rows)}"
