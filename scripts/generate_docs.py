@@ -7,11 +7,6 @@ from verl_like.trainer.config.reference import render_config_reference
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-
-def write_page(name: str, text: str) -> None:
-    (DOCS / name).write_text(text)
-
-
 if __name__ == "__main__":
-    write_page("columns.md", render_columns_table())
-    write_page("config.md", render_config_reference())
+    (DOCS / "columns.md").write_text(render_columns_table())
+    (DOCS / "config.md").write_text(render_config_reference())

@@ -3,7 +3,12 @@
 from source_tree import ROOT
 
 from verl_like.protocol.columns import render_columns_table
+from verl_like.trainer.config.reference import render_config_reference
 
 
 def test_the_columns_page_is_fresh():
     assert (ROOT / "docs/columns.md").read_text() == render_columns_table(), "run: make docs"
+
+
+def test_the_configuration_page_is_fresh():
+    assert (ROOT / "docs/config.md").read_text() == render_config_reference(), "run: make docs"

@@ -1,4 +1,4 @@
-"""What ran when: every worker call of the run, by pool; seconds by phase and the overlap of the updates."""
+"""What ran when: every worker call of the run, and the seconds of each phase of a step."""
 
 from collections import defaultdict
 from typing import Any
@@ -13,8 +13,6 @@ PHASE_OF_METHOD = {
     "compute_ref_log_prob": "ref",
     "compute_values": "values",
     "compute_rm_score": "reward_model",
-    "export_weights": "export_weights",
-    "load_weights": "load_weights",
 }
 
 
