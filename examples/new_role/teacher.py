@@ -1,7 +1,6 @@
 """A role of one's own: a frozen teacher in a pool of its own, whose opinion of a response is added to the reward."""
 
-import torch
-
+from verl_like.algorithms import masked_mean, on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config.schema import PPOConfig
@@ -30,9 +29,6 @@ class TeacherWorker(ActorRolloutRefWorker):
     def annotate(self, data: DataProto) -> DataProto:
         """`teacher_scores` (B R): WEIGHT times the mean log-probability of a response's tokens, on its last token."""
         log_probs_BR = self.compute_ref_log_prob(data).batch["ref_log_prob"]
-        mask_BR = data.batch["response_mask"].bool()
-        num_tokens_B = mask_BR.sum(-1).clamp(min=1)
-        mean_B = torch.where(mask_BR, log_probs_BR, 0.0).sum(-1) / num_tokens_B
-        scores_BR = torch.zeros_like(log_probs_BR)
-        scores_BR[torch.arange(len(mean_B)), num_tokens_B - 1] = WEIGHT * mean_B
-        return DataProto.from_dict(tensors={"teacher_scores": scores_BR})
+        mask_BR = data.batch["response_mask"]
+        scores_B = WEIGHT * masked_mean(log_probs_BR, mask_BR, axis=-1)
+        return DataProto.from_dict(tensors={"teacher_scores": on_last_token(scores_B, mask_BR)})

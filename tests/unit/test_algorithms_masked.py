@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms import masked_mean, masked_sum, masked_var, masked_whiten, zero_masked
+from verl_like.algorithms import masked_mean, masked_sum, masked_var, masked_whiten, on_last_token, zero_masked
 
 NAN, INF = float("nan"), float("inf")
 VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, INF, -INF], [NAN, NAN, NAN]])
@@ -61,3 +61,8 @@ def test_gradients_of_masked_statistics_stop_at_the_mask():
     (masked_mean(values, MASK) + zero_masked(values, MASK).square().sum()).backward()
     expected = torch.tensor([[1 / 3 + 2, 1 / 3 + 4, 0.0], [1 / 3 + 12, 0.0, 0.0], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(values.grad, expected)
+
+
+def test_a_rows_value_lies_on_its_last_selected_position():
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])  # the second row has a hole, the third nothing
+    assert on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 0, 0]]

@@ -20,7 +20,14 @@ from verl_like.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from verl_like.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten, zero_masked
+from verl_like.algorithms.masked import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    on_last_token,
+    zero_masked,
+)
 from verl_like.algorithms.policy_loss import (
     ClipRange,
     PolicyLossFn,
@@ -58,6 +65,7 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "on_last_token",
     "register_adv_est",
     "register_policy_loss",
     "zero_masked",

@@ -1,4 +1,4 @@
-"""Sums, means and whitening over the positions a mask selects.
+"""Sums, means and whitening over the positions a mask selects, and a row's value on its last one.
 
 Masks are bool or 0/1 of any dtype. Whatever stands at a masked-out position, NaN and infinity included, never reaches a
 result or a gradient: positions are selected with `torch.where`, never by multiplication.
@@ -59,3 +59,10 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     has_spread = int(mask.bool().expand_as(values).sum()) >= 2
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8) if has_spread else values - mean
     return zero_masked(whitened if shift_mean else whitened + mean, mask)
+
+
+def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B,) values of rows as a (B, R) matrix: each on the last selected position of its row, 0 elsewhere."""
+    valid = mask.bool()
+    is_last = valid & (valid.flip(-1).cumsum(-1).flip(-1) == 1)
+    return zero_masked(row_values.unsqueeze(-1), is_last)

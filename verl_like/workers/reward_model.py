@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
@@ -57,7 +58,4 @@ class RewardModelWorker(Worker):
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
 
     def _score(self, micro: Rows) -> tuple[torch.Tensor]:
-        scores_B = self.engine.model(pack(micro))
-        mask_BR = micro["response_mask"].bool()
-        last_BR = mask_BR & (mask_BR.flip(-1).cumsum(-1).flip(-1) == 1)
-        return (torch.where(last_BR, scores_B.unsqueeze(-1), 0.0),)
+        return (on_last_token(self.engine.model(pack(micro)), micro["response_mask"]),)
