@@ -4,7 +4,6 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
-import socket
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.weight_sync import (
     WeightExport,
     WeightSyncError,
@@ -175,10 +175,8 @@ def _export_sharded(rank: int, port: int) -> WeightExport:
 
 
 def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    holder, port = reserve_port()
+    with holder, ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         exports = list(pool.map(_export_sharded, range(2), [port] * 2, timeout=120))
     # layer.0 has 7 rows on 2 ranks; norm lives on both and counts once, head is on both as a plain tensor.
     assert check_exports(exports, 3) == check_exports(_exports(_parameters()), 3)

@@ -2,19 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_worker_models import PROMPT, RESPONSE, local_group, make_batch, parameters_of, policy_config, write_model
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture

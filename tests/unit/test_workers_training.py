@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_worker_models import (
     critic_config,
@@ -13,6 +12,7 @@ from tiny_worker_models import (
     make_batch,
     parameters_of,
     policy_config,
+    relative_error,
     reward_config,
     write_model,
     write_reward_model,
@@ -24,13 +24,6 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reward_model import RewardModelWorker
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +43,6 @@ def update(group, data):
     """Metrics of one update."""
     call = group.update_actor if isinstance(group.workers[0], ActorRolloutRefWorker) else group.update_critic
     return metric_values(call(data).get().meta_info["metrics"])
-
-
-def relative_error(got, expected):
-    return max(((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
 def reference_policy_loss(hf, data, entropy_coeff=0.0, kl_coef=0.0):

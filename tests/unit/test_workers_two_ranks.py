@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,12 @@ from tiny_worker_models import (
     make_batch,
     parameters_of,
     policy_config,
+    relative_error,
     write_model,
 )
 
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.mini_batches import rank_order
@@ -74,13 +75,10 @@ def two_ranks(tmp_path_factory):
     """Folder with what two ranks computed."""
     folder = tmp_path_factory.mktemp("two_ranks")
     write_model(folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(train_on_rank, (port, str(folder)), nprocs=2)
-    yield folder
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    holder, port = reserve_port()
+    with holder:
+        multiprocessing.spawn(train_on_rank, (port, str(folder)), nprocs=2)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +96,6 @@ def one_rank(two_ranks):
         "log_probs": log_probs,
         "parameters": parameters_of(group.workers[0]),
     }
-
-
-def relative_error(got, expected):
-    return max(((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -153,3 +153,8 @@ def gradients_of(
 
     owner.step = record
     return gradients, update()
+
+
+def relative_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest of any tensor's error, as a share of the tensor's norm."""
+    return max(((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
