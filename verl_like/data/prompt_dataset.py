@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.data.rows import PromptRow, read_prompt_rows
@@ -120,13 +119,7 @@ class PromptDataset:
             key: [row[key] for row in rows] for key in ("data_source", "reward_model", "extra_info", "raw_prompt")
         }
         objects["uid"] = [f"{epoch}-{row['index']}" for row in rows]
-        return DataProto(
-            batch=TensorDict({key: torch.from_numpy(array) for key, array in tensors.items()}, batch_size=[len(rows)]),
-            non_tensor_batch={
-                key: np.fromiter(values, dtype=object, count=len(rows)) for key, values in objects.items()
-            },
-            meta_info={},
-        )
+        return DataProto.from_dict({key: torch.from_numpy(array) for key, array in tensors.items()}, objects)
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,7 +16,7 @@ class Tracking:
     """Appends every step to `metrics.jsonl`, always, and passes it on to the named trackers."""
 
     def __init__(
-        self, backends: list[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]
+        self, backends: Sequence[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]
     ) -> None:
         self.jsonl = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (line buffered: a killed run keeps its lines)
         self.backends = {
