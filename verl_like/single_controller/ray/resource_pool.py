@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl_like.single_controller.ray.cluster import placement_table, wait_until_available
+from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_until_available
 from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
@@ -47,9 +47,13 @@ class RayResourcePool(ResourcePool):
         self.detached = detached
         self._placement_groups: list[PlacementGroup] | None = None
 
-    def bundle_resources(self) -> dict[str, float]:
+    def bundle_resources(self) -> Resources:
         """What one process's bundle asks of its node."""
         return {"CPU": self.max_colocate_count, **({"GPU": 1} if self.use_gpu else {})}
+
+    def node_requests(self) -> list[Resources]:
+        """What the processes of each node entry together ask of their node."""
+        return [{kind: v * n for kind, v in self.bundle_resources().items()} for n in self.process_on_nodes]
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
         """One placement group per node entry, reserved on the first call.
@@ -57,9 +61,7 @@ class RayResourcePool(ResourcePool):
         Raises ValueError with a table of requested against available resources if they cannot be had in time.
         """
         if self._placement_groups is None:
-            requests = {
-                self.name: [{k: v * n for k, v in self.bundle_resources().items()} for n in self.process_on_nodes]
-            }
+            requests = {self.name: self.node_requests()}
             wait_until_available(requests, timeout_s)
             groups = [
                 placement_group(
@@ -207,12 +209,13 @@ class ResourcePoolManager:
                 )
 
     def create_resource_pool(self) -> None:
-        """Make the pools; raises ValueError within 10 s if the cluster cannot hold them all at once."""
-        self.check_resource_available()
-        self.resource_pool_dict = {
+        """Make the pools; raises ValueError with a table, within 10 s, unless the cluster holds them all at once."""
+        pools = {
             name: RayResourcePool(processes, self.use_gpu, name, self.max_colocate_count)
             for name, processes in self.resource_pool_spec.items()
         }
+        wait_until_available({name: pool.node_requests() for name, pool in pools.items()}, PLACEMENT_DEADLINE_S)
+        self.resource_pool_dict = pools
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
         if role not in self.mapping:
@@ -222,12 +225,3 @@ class ResourcePoolManager:
     def get_n_gpus(self) -> int:
         """Number of GPUs of all pools together."""
         return sum(map(sum, self.resource_pool_spec.values())) if self.use_gpu else 0
-
-    def check_resource_available(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
-        """Raise ValueError with a table unless every node entry of every pool fits on a node, all at once."""
-        per_process: dict[str, float] = {"CPU": self.max_colocate_count, **({"GPU": 1} if self.use_gpu else {})}
-        requests = {
-            name: [{k: v * num_processes for k, v in per_process.items()} for num_processes in processes]
-            for name, processes in self.resource_pool_spec.items()
-        }
-        wait_until_available(requests, timeout_s)
