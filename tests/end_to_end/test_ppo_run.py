@@ -86,7 +86,7 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
         "algorithm.use_kl_in_reward=true", "reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}",
         "trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1",
     ]  # fmt: skip
-    (tmp_path / "reward.py").write_text("def compute_score(*arguments):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
     assert run_ppo(load_config([*settings, *roles])) == 0
     events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
     assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("teacher_pool", "teacher")}
