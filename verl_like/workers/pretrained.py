@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from verl_like.workers.attention import choose_attention
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
@@ -35,17 +42,9 @@ def load_pretrained(
         new_head_seed: seed of the head where `config.path` has none; None means that it must have one.
 
     Raises:
-        ValueError: nothing at `config.path`, weights that are missing there, or an override that the model's
-            configuration does not have.
+        ValueError: as `load_config`, or weights that are missing at `config.path`.
     """
     hf_config = load_config(config, key=key)
-    for name, value in config.override_config.items():
-        if not hasattr(hf_config, name):
-            raise ValueError(
-                f"{key}.override_config.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
-                f"it has {sorted(hf_config.to_dict())}."
-            )
-        setattr(hf_config, name, value)
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
     options = {
@@ -71,10 +70,10 @@ def load_pretrained(
 
 
 def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
-    """The model's own configuration; what looks like a path is never looked up on the hub.
+    """The model's own configuration with `override_config`; what looks like a path is never looked up on the hub.
 
     Raises:
-        ValueError: nothing there.
+        ValueError: nothing at `config.path`, or an override that the model's configuration does not have.
     """
     path = os.path.expanduser(config.path)
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
@@ -84,9 +83,23 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             "give the folder of a Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
         )
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except OSError as error:
         raise ValueError(f"{key}.path={config.path}: neither a folder nor a model of the hub ({error}).") from error
+    for name, value in config.override_config.items():
+        if not hasattr(hf_config, name):
+            raise ValueError(
+                f"{key}.override_config.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
+                f"it has {sorted(hf_config.to_dict())}."
+            )
+        setattr(hf_config, name, value)
+    return hf_config
+
+
+def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one that `tokenizer_path` names."""
+    path = os.path.expanduser(config.tokenizer_path or config.path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
 def save_pretrained(
@@ -105,7 +118,7 @@ def save_pretrained(
     partial.mkdir(parents=True)
     hf.config.dtype = dtype
     hf.save_pretrained(partial, state_dict=parameters)
-    AutoTokenizer.from_pretrained(os.path.expanduser(config.tokenizer_path or config.path)).save_pretrained(partial)
+    load_tokenizer(config).save_pretrained(partial)
     replace_folder(partial, Path(path))
 
 

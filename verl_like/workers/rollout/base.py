@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from verl_like.protocol import DataProto
 from verl_like.workers.config import RolloutConfig, TrainedModelConfig
-from verl_like.workers.pretrained import load_config
+from verl_like.workers.pretrained import load_config, load_tokenizer
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
@@ -76,8 +76,6 @@ class RolloutEngine(ABC):
         self.tp_rank = rank % tensor_parallel_size
         self.is_collect = self.tp_rank == 0
         self.hf_config = load_config(model, key="actor_rollout_ref.model")
-        for name, value in model.override_config.items():
-            setattr(self.hf_config, name, value)
         self.eos_token_ids, self.pad_token_id = special_token_ids(model)
         self.policy_version: int | None = None
         """Version of the weights; None until weights were loaded and verified, and while the engine has none."""
@@ -102,10 +100,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     def wake_up(self) -> None:
         """Takes the device again; `load_weights` does this by itself."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Gives back everything; the engine cannot be used afterwards."""
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Draws responses for a batch of prompts.
@@ -202,10 +196,12 @@ def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
     Raises:
         ValueError: the tokenizer has no end-of-sequence token.
     """
-    path = os.path.expanduser(model.tokenizer_path or model.path)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer at {path} has no end-of-sequence token; add one to its tokenizer_config.json.")
+        raise ValueError(
+            f"The tokenizer at {tokenizer.name_or_path} has no end-of-sequence token; add one to its "
+            "tokenizer_config.json."
+        )
     try:
         generation_eos = GenerationConfig.from_pretrained(os.path.expanduser(model.path)).eos_token_id
     except OSError:  # the model has no generation_config.json

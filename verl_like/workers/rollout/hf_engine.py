@@ -100,6 +100,3 @@ class HfEngine(RolloutEngine):
 
     def wake_up(self) -> None:
         self.model.to(self.device)
-
-    def close(self) -> None:
-        del self.model

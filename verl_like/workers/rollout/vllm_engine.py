@@ -22,7 +22,7 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._import_vllm()
+        self._prepare_import()
         if self.device == "cpu":
             self._check_head_size()
         if dist.is_initialized():
@@ -31,13 +31,15 @@ class VllmEngine(RolloutEngine):
                 "rollout role processes of its own."
             )
         self._asleep = False
+        self._max_model_len = self.config.max_model_len or self.config.prompt_length + self.config.response_length
         is_alone = self.config.tensor_model_parallel_size == 1
         self.llm = self._start("uni" if is_alone else self._replica_executor())
         if not is_alone:
             self._unlink_shared_memory()
         self._call(_watch_loading)
 
-    def _import_vllm(self) -> None:
+    def _prepare_import(self) -> None:
+        """Checks that vLLM is installed, and sets what it reads from the environment as it is imported."""
         if importlib.util.find_spec("vllm") is None:
             extra = "gpu" if self.device == "cuda" else "cpu"
             raise ModuleNotFoundError(
@@ -67,7 +69,7 @@ class VllmEngine(RolloutEngine):
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
             distributed_executor_backend=executor,
-            max_model_len=config.max_model_len or config.prompt_length + config.response_length,
+            max_model_len=self._max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -100,8 +102,7 @@ class VllmEngine(RolloutEngine):
         heads = max(1, heads // config.tensor_model_parallel_size)
         itemsize = getattr(torch, config.dtype).itemsize
         bytes_per_token = 2 * model.num_hidden_layers * heads * _head_size(model) * itemsize
-        length = config.max_model_len or config.prompt_length + config.response_length
-        blocks_per_sequence = -(-length // _CPU_KV_BLOCK_TOKENS)
+        blocks_per_sequence = -(-self._max_model_len // _CPU_KV_BLOCK_TOKENS)
         blocks = config.max_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token, int(config.gpu_memory_utilization * free))
@@ -207,10 +208,6 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             self.llm.wake_up()
             self._asleep = False
-
-    def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
 
 
 def _head_size(text_config: Any) -> int:
