@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,18 +14,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+def data_row(index: int, prompt: str = "12+34", answer: str = "46") -> dict[str, Any]:
+    return {
+        "data_source": "exact_match",
+        "prompt": [{"role": "user", "content": prompt}],
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"index": index},
+    }
+
+
 def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf") -> list[str]:
     """Overrides of a run of two steps with everything in `folder`; the reward is the share of distinct characters."""
     model, _ = tiny_llama()
-    rows = [
-        {
-            "data_source": "exact_match",
-            "prompt": [{"role": "user", "content": f"{i}+{i + 1}"}],
-            "reward_model": {"style": "rule", "ground_truth": str(2 * i + 1)},
-            "extra_info": {"index": i},
-        }
-        for i in range(8)
-    ]
+    rows = [data_row(i, f"{i}+{i + 1}", str(2 * i + 1)) for i in range(8)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
     (folder / "reward.py").write_text(REWARD)
     return [

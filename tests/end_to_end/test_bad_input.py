@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import ray
+from runs import data_row, tiny_run_settings
 
 from verl_like.trainer.config import load_config
 from verl_like.trainer.run_ppo import run_ppo
@@ -15,32 +14,13 @@ from verl_like.trainer.run_ppo import run_ppo
 Refusal = Callable[..., str]
 
 
-def row(index: int, prompt: str = "12+34", **changes: object) -> dict:
-    return {
-        "data_source": "exact_match",
-        "prompt": [{"role": "user", "content": prompt}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "46"},
-        "extra_info": {"split": "train", "index": index},
-    } | changes
-
-
 @pytest.fixture
 def refusal(tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Runs with the given overrides on 8 good rows, asserts that it was refused before Ray, returns the message."""
-    model, _ = tiny_llama()
-    data = tmp_path / "data.parquet"
-    pq.write_table(pa.Table.from_pylist([row(i) for i in range(8)]), data)
+    """Changes a good run by overrides, asserts that it was refused before Ray, returns the message."""
+    settings = tiny_run_settings(tmp_path, tiny_llama)
 
     def run(*overrides: str) -> str:
-        settings = [
-            "device=cpu", f"data.train_files={data}", f"data.val_files={data}", f"actor_rollout_ref.model.path={model}",
-            "data.max_prompt_length=16", "data.max_response_length=4", "data.train_batch_size=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-            "critic.ppo_micro_batch_size_per_gpu=2", "ray_kwargs.ray_init.num_cpus=8",
-            "actor_rollout_ref.rollout.name=hf", f"trainer.default_local_dir={tmp_path / 'runs'}", *overrides,
-        ]  # fmt: skip
-        assert run_ppo(load_config(settings)) == 2
+        assert run_ppo(load_config([*settings, *overrides])) == 2
         assert not ray.is_initialized()
         assert not (tmp_path / "runs").exists()
         return capsys.readouterr().err
@@ -63,14 +43,14 @@ def test_fewer_rows_than_a_batch_are_refused_with_both_numbers(refusal: Refusal)
 
 
 def test_a_malformed_row_is_named_by_file_row_and_field(refusal: Refusal, tmp_path: Path):
-    rows = [row(0), row(1, prompt="5+5") | {"prompt": "not a list of messages"}]
+    rows = [data_row(0), data_row(1) | {"prompt": "not a list of messages"}]
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
     message = refusal(f"data.train_files={tmp_path / 'bad.jsonl'}")
     assert "bad.jsonl" in message and "row 1" in message and "prompt" in message
 
 
 def test_an_overlong_prompt_is_an_error_that_says_how_to_go_on(refusal: Refusal, tmp_path: Path):
-    (tmp_path / "long.jsonl").write_text(json.dumps(row(0, prompt="1+" * 30)))
+    (tmp_path / "long.jsonl").write_text(json.dumps(data_row(0, prompt="1+" * 30)))
     message = refusal(f"data.train_files={tmp_path / 'long.jsonl'}")
     assert "max_prompt_length" in message and "filter_overlong_prompts" in message and "truncation" in message
 
@@ -78,6 +58,11 @@ def test_an_overlong_prompt_is_an_error_that_says_how_to_go_on(refusal: Refusal,
 def test_a_model_path_that_does_not_exist_names_the_key(refusal: Refusal, tmp_path: Path):
     message = refusal(f"actor_rollout_ref.model.path={tmp_path / 'no_model'}")
     assert "actor_rollout_ref.model.path" in message and "no_model" in message
+
+
+def test_an_override_that_the_model_does_not_have_names_the_key(refusal: Refusal):
+    message = refusal("+actor_rollout_ref.model.override_config.attention_dropuot=0.0")
+    assert "actor_rollout_ref.model.override_config.attention_dropuot" in message and "attention_dropout" in message
 
 
 def test_a_reward_file_that_does_not_exist_is_named(refusal: Refusal, tmp_path: Path):

@@ -1,7 +1,6 @@
 """A real vLLM, in a Ray actor as in a run, generates with the trainer's weights; transformers is the reference."""
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto
+from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
 from verl_like.workers.rollout import build_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
@@ -71,9 +71,7 @@ def rollout_settings(**settings: Any) -> dict[str, Any]:
 
 def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any) -> list[Any]:
     """Starts these ranks of a group of two."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    holder, port = reserve_port()
     env = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(["tests/end_to_end", os.environ.get("PYTHONPATH", "")]),
@@ -84,6 +82,7 @@ def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any)
         for rank, process in zip(ranks, processes, strict=True)
     ]
     placed = ray.get(building, timeout=DEADLINE_S)
+    holder.close()
     size = settings.get("tensor_model_parallel_size", 1)
     assert placed == [(rank // size, rank % size == 0) for rank in ranks]
     return processes
