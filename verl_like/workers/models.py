@@ -155,6 +155,7 @@ class ValueModel(PackedModel):
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
+        # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place operation.
         return self.hf.score(self.hidden_states(packed)[packed.scored]).squeeze(-1).to(torch.float32, copy=True)
 
 
