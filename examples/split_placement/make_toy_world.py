@@ -56,7 +56,7 @@ class Settings:
     forgotten_carries: float = 0.65  # probability that the pupil forgets a carry
     hidden_size: int = 128
     num_layers: int = 2
-    warm_up_steps: int = 500
+    warm_up_steps: int = 800
     warm_up_batch_size: int = 128
     learning_rate: float = 2e-3
 

@@ -28,13 +28,14 @@ class LocalTrainer(RayPPOTrainer):
 def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_llama: Callable):
     settings = tiny_run_settings(tmp_path, tiny_llama)
     config = load_config([*settings, "trainer.n_gpus_per_node=1", "algorithm.use_kl_in_reward=true"])
+    config = run_ppo.with_training_steps(config, 2)
     tokenizer = run_ppo.load_tokenizer(config)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     rewards = run_ppo.start_reward_manager(config)
     recorder = RunRecorder(config)
     trainer = LocalTrainer(
-        config, tokenizer, run_ppo.build_role_worker_mapping(config), None, *datasets,
-        RuleScorer(rewards, tokenizer), recorder,
+        config, tokenizer, run_ppo.build_role_worker_mapping(config, {}), None, *datasets,
+        RuleScorer(rewards, tokenizer, scores_every_row=True), recorder,
     )  # fmt: skip
     trainer.init_workers()
     trainer.fit()

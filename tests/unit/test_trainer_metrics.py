@@ -6,7 +6,6 @@ import torch
 
 from verl_like.protocol import DataProto, metric_values
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
-from verl_like.trainer.scoring import on_last_token
 
 
 def small_batch() -> DataProto:
@@ -55,7 +54,15 @@ def test_a_batch_in_which_every_sample_was_skipped_has_no_token_metrics():
     batch = small_batch()
     batch.batch["response_mask"] = torch.zeros(2, 2, dtype=torch.long)
     metrics = metric_values(batch_metrics(batch, 2, 2))
-    assert "critic/advantages/mean" not in metrics and metrics["response_length/mean"] == 0
+    assert "critic/advantages/mean" not in metrics and "response_length/mean" not in metrics
+    assert metrics["perf/total_num_tokens"] == 6  # they were generated all the same
+
+
+def test_a_skipped_sample_counts_neither_as_a_short_response_nor_as_a_score_of_zero():
+    batch = small_batch()
+    batch.batch["response_mask"] = torch.tensor([[1, 1], [0, 0]])
+    metrics = metric_values(batch_metrics(batch, 2, 2))
+    assert metrics["response_length/mean"] == 2 and metrics["critic/score/mean"] == 1.0
 
 
 def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
@@ -72,9 +79,3 @@ def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
 def test_the_core_variable_is_acc_where_the_reward_function_reports_it():
     metrics = validation_metrics(["a"], ["0"], {"reward": np.array([0.3]), "acc": np.array([1.0])})
     assert metrics == {"val-aux/a/reward/mean@1": 0.3, "val-core/a/acc/mean@1": 1.0}
-
-
-def test_a_score_is_put_on_the_last_response_token():
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    scores = on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask.bool())
-    assert scores.tolist() == [[0, 1, 0], [0, 0, 2], [3, 0, 0]]

@@ -42,3 +42,7 @@ class CallTimeout(TimeoutError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.role, self.method, self.seconds, self.waiting_for)
+
+
+class PlacementError(ValueError):
+    """The cluster cannot hold the resource pools; the message has a table of requested against available resources."""

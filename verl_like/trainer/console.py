@@ -24,10 +24,13 @@ PHASES = [
     "ref",
     "values",
     "adv",
+    "reward_model",
+    "annotate",
     "update_critic",
     "update_actor",
     "update_weights",
     "testing",
+    "save_checkpoint",
 ]
 
 
@@ -45,6 +48,7 @@ class RunConsole:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
+            speed_estimate_period=3600,  # seconds; a step of a large model takes minutes, and rich forgets after 30 s
         )
         self.task = self.progress.add_task("training", total=None, start=False)
 
@@ -57,10 +61,12 @@ class RunConsole:
             table.add_row(*row.values())
         self.console.print(table)
 
+    def start_training(self, total_steps: int) -> None:
+        self.progress.start()
+        self.progress.update(self.task, total=total_steps)
+        self.progress.start_task(self.task)
+
     def show_step(self, step: int, total_steps: int, metrics: dict[str, float]) -> None:
-        if not self.progress.live.is_started:
-            self.progress.start()
-            self.progress.start_task(self.task)
         shown = []
         for label, names, template in STEP_LINE:
             value = next((metrics[name] for name in names if name in metrics), math.nan)
@@ -72,7 +78,7 @@ class RunConsole:
         timing = f"[dim]{metrics['timing_s/step']:.2f} s: {', '.join(seconds)}[/]"
         line = [f"[bold cyan]step {step:>{width}}/{total_steps}[/]", *shown, timing, *validation]
         self.progress.console.print("  ".join(line))
-        self.progress.update(self.task, total=total_steps, completed=step)
+        self.progress.update(self.task, completed=step)
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
         """The line of a validation that belongs to no training step."""

@@ -14,7 +14,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     `batch` holds `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`, `returns` (all B R),
     `attention_mask` (B T) and, when there is a critic, `values` (B R).
     """
-    columns = batch.batch
+    counted = batch.select_idxs(batch.batch["response_mask"].any(-1))  # not the samples that were skipped
+    columns = counted.batch
     mask_BR = columns["response_mask"].bool()
     prompt_lengths_B = columns["attention_mask"][:, : -mask_BR.shape[1]].sum(-1).float()
     response_lengths_B = mask_BR.sum(-1).float()
@@ -27,7 +28,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         **_mean_max_min("prompt_length", prompt_lengths_B),
         "response_length/clip_ratio": _mean(response_lengths_B == max_response_length),
         "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
-        "perf/total_num_tokens": Metric.sum(float(columns["attention_mask"].sum())),
+        "perf/total_num_tokens": Metric.sum(float(batch.batch["attention_mask"].sum())),
         **_drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR),
     }
     if "values" in columns and mask_BR.any():

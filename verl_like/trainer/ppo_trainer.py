@@ -64,6 +64,8 @@ class RayPPOTrainer:
         self.estimate_advantages = get_adv_estimator_fn(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
+        self.groups: dict[str, WorkerGroup] = {}
+        self.metrics: list[dict[str, Metric]] = []  # of the present step or validation
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models; groups load at the same time."""
@@ -95,7 +97,8 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Trains for the configured number of steps, validating before and every `test_freq`, and saves the end."""
         trainer = self.config.trainer
-        total_steps = self.total_training_steps
+        total_steps = trainer.total_training_steps
+        assert total_steps is not None  # filled in when the inputs were checked
         if trainer.val_before_train:
             with self.recorder.validation():
                 metrics = self.validate()
@@ -113,18 +116,13 @@ class RayPPOTrainer:
                     with self.recorder.timer("save_checkpoint"):
                         self.save()
 
-    @property
-    def total_training_steps(self) -> int:
-        steps = self.config.trainer.total_training_steps
-        return steps or self.sampler.num_batches_per_epoch * self.config.trainer.total_epochs
-
     def step(self, prompts: DataProto) -> dict[str, float]:
         """One PPO iteration over (B,) prompts; returns the step's metrics.
 
         Calls that do not need each other's results are submitted together and collected afterwards: on pools of
         their own they overlap, on a shared pool they queue, and the numbers are the same.
         """
-        self.metrics: list[dict[str, Metric]] = []
+        self.metrics = []
         prompts.meta_info["global_steps"] = self.global_step
         batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.n)
         self.rollout.sleep()
@@ -194,9 +192,7 @@ class RayPPOTrainer:
         if "is_skipped" in columns:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
         columns["response_mask"] = mask_BR
-        columns["token_level_scores"] = torch.stack([c for name, c in columns.items() if name.endswith("_scores")]).sum(
-            0
-        )
+        columns["token_level_scores"] = total_scores(batch)
         columns["token_level_rewards"] = columns["token_level_scores"]
         if self.config.algorithm.use_kl_in_reward:
             kl_coef = self.kl_controller.value
@@ -250,7 +246,7 @@ class RayPPOTrainer:
             batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
             for future in self.submit_scoring(batch):
                 batch = batch.union(self.collect(future))
-            scores_B = sum(column.sum(-1) for name, column in batch.batch.items() if name.endswith("_scores")).numpy()
+            scores_B = total_scores(batch).sum(-1).numpy()
             sources += list(batch.non_tensor_batch["data_source"])
             prompt_ids += list(batch.non_tensor_batch["uid"])
             variables["reward"].append(scores_B)
@@ -269,3 +265,9 @@ class RayPPOTrainer:
             group.save_hf(str(folder / role / "huggingface"))
             if self.config.trainer.save_freq > 0:
                 group.save_checkpoint(str(folder / role / "checkpoint"))
+
+
+def total_scores(batch: DataProto) -> torch.Tensor:
+    """The sum of what rules, reward model and roles of the user's own gave: all columns named `*_scores`, (B R)."""
+    parts = [c for name, c in batch.batch.items() if name.endswith("_scores") and name != "token_level_scores"]
+    return torch.stack(parts).sum(0)

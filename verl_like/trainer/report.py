@@ -90,9 +90,10 @@ def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[st
 
 
 def _timeline(events: list[dict[str, Any]]) -> str:
-    """Bars of the last training steps that did not validate, so that the scale shows the step's own phases."""
-    validated = {e["step"] for e in events if e["is_validating"]}
-    steps = sorted({e["step"] for e in events if e["step"] > 0} - validated)[-NUM_TIMELINE_STEPS:]
+    """Bars of the last training steps; where there are some without validation and saving, of those."""
+    trained = {e["step"] for e in events if e["step"] > 0}
+    others = {e["step"] for e in events if e["is_validating"] or e["method"].startswith("save_")}
+    steps = sorted(trained - others or trained)[-NUM_TIMELINE_STEPS:]
     shown = [e for e in events if e["step"] in steps]
     if not shown:
         return "<p>No step was finished.</p>"

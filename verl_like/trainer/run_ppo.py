@@ -1,10 +1,12 @@
 """From a validated configuration to a finished run: checks every input, starts Ray, trains, and ends cleanly."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,7 +18,7 @@ from verl_like.algorithms.policy_loss import get_policy_loss_fn
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager
-from verl_like.single_controller.failure import CallTimeout, WorkerError
+from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
 from verl_like.single_controller.ray.cluster import fits
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -25,13 +27,25 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import RuleScorer
+from verl_like.trainer.scoring import RuleScorer, has_rule
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config import OptimConfig
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.pretrained import load_config as load_model_config
 from verl_like.workers.reward_model import RewardModelWorker
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run needs, checked: it can start without a mistake of the user's coming to light later."""
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: PromptDataset
+    val_dataset: PromptDataset
+    role_worker_mapping: dict[str, RayClassWithInitArgs]
+    scorer: RuleScorer | None
 
 
 def run_ppo(config: PPOConfig) -> int:
@@ -41,53 +55,82 @@ def run_ppo(config: PPOConfig) -> int:
     gone and what it wrote so far is valid.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a pre-empted run ends as cleanly as an interrupted one
-    manager, recorder, outcome = None, None, "Failed."
-    try:
-        check_environment(config)
-        tokenizer = load_tokenizer(config)
-        train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
-        steps = training_steps(config, len(train_dataset))
-        config = with_training_steps(config, steps)
-        if config.custom_reward_function.path or not config.reward_model.enable:
-            manager = start_reward_manager(config)
-        scorer = RuleScorer(manager, tokenizer) if manager else None
-        if scorer:
-            scorer.check(train_dataset)
-            scorer.check(val_dataset)
-        role_worker_mapping = build_role_worker_mapping(config)
+    with contextlib.ExitStack() as cleanup:
+        try:
+            inputs = check_inputs(config, cleanup)
+            recorder = RunRecorder(inputs.config)
+        except (ValueError, RewardError) as error:
+            return _say(str(error), 2)
+        except KeyboardInterrupt:
+            return _say("interrupted before the run started", 130)
+        return train(inputs, recorder)
 
-        recorder = RunRecorder(config)
-        recorder.console.say(f"{len(train_dataset)} training and {len(val_dataset)} validation prompts, {steps} steps.")
+
+def train(inputs: Inputs, recorder: RunRecorder) -> int:
+    """Starts Ray and the workers and trains to the end; returns the exit code."""
+    outcome = "Failed with an unexpected error; standard error has the traceback."
+    try:
+        for name, dataset in (("training", inputs.train_dataset), ("validation", inputs.val_dataset)):
+            counts = f"{dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated"
+            recorder.console.say(f"{len(dataset)} {name} prompts ({counts})")
         recorder.console.say("Starting Ray, the workers and the inference engines ...")
-        start_ray(config)
-        pools = build_resource_pools(config)
+        start_ray(inputs.config)
         trainer = RayPPOTrainer(
-            config, tokenizer, role_worker_mapping, pools, train_dataset, val_dataset, scorer, recorder
+            inputs.config,
+            inputs.tokenizer,
+            inputs.role_worker_mapping,
+            build_resource_pools(inputs.config),
+            inputs.train_dataset,
+            inputs.val_dataset,
+            inputs.scorer,
+            recorder,
         )
         trainer.init_workers()
         trainer.fit()
-        outcome = f"Done: {steps} training steps."
+        outcome = f"Done: {trainer.global_step} training steps."
+        return 0
     except KeyboardInterrupt:
         outcome = "Interrupted."
-        return _fail("interrupted; what was written so far is valid", 130)
-    except (ValueError, RewardError) as error:
-        outcome = f"Stopped: {error}"
-        return _fail(str(error), 1 if recorder and recorder.metrics else 2)
-    except (WorkerError, CallTimeout) as error:
+        return _say("interrupted; what was written so far is valid", 130)
+    except (WorkerError, CallTimeout, RewardError, PlacementError) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
-        return _fail(str(error), 1)
+        return _say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
     finally:
         ray.shutdown()
-        if manager:
-            manager.close()
-        if recorder:
-            recorder.close(outcome)
-    return 0
+        recorder.close(outcome)
 
 
-def _fail(message: str, exit_code: int) -> int:
+def _say(message: str, exit_code: int) -> int:
     sys.stderr.write(f"\nverl_like: {message}\n")
     return exit_code
+
+
+def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
+    """Checks everything a user can get wrong and starts the reward processes, which `cleanup` stops.
+
+    Raises:
+        ValueError, RewardError: what is wrong, and what to do.
+    """
+    # First, because these modules may register advantage estimators and losses that the configuration names.
+    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    check_environment(config)
+    tokenizer = load_tokenizer(config)
+    train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
+    config = with_training_steps(config, training_steps(config, len(train_dataset)))
+    scorer = None
+    every_row = config.custom_reward_function.path is not None
+    if every_row or any(has_rule(row["reward_model"]) for rows in (train_dataset, val_dataset) for row in rows):
+        manager = start_reward_manager(config)
+        cleanup.callback(manager.close)
+        scorer = RuleScorer(manager, tokenizer, every_row)
+        scorer.check(train_dataset)
+        scorer.check(val_dataset)
+    elif not config.reward_model.enable:
+        raise ValueError(
+            "nothing rewards the responses: the reward_model.style of every row is 'model', but reward_model.enable is "
+            "false; enable the reward model, set custom_reward_function.path, or correct the rows."
+        )
+    return Inputs(config, tokenizer, train_dataset, val_dataset, build_role_worker_mapping(config, own_classes), scorer)
 
 
 def check_environment(config: PPOConfig) -> None:
@@ -105,13 +148,15 @@ def check_environment(config: PPOConfig) -> None:
             "actor_rollout_ref.rollout.name=vllm, but vllm is not installed: pip install -e '.[gpu]' with GPUs, "
             "bash scripts/environment.sh without, or use rollout.name=hf to debug."
         )
-    if config.actor_rollout_ref.model.attn_implementation == "flash_attention_2" and not importlib.util.find_spec(
-        "flash_attn"
-    ):
-        raise ValueError(
-            "model.attn_implementation=flash_attention_2, but flash-attn is not installed: pip install -e '.[gpu]', or "
-            "leave attn_implementation at null."
-        )
+    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    models |= {"critic.model": config.critic.model} if config.needs_critic else {}
+    models |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
+    for key, model in models.items():
+        if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+            raise ValueError(
+                f"{key}.attn_implementation=flash_attention_2, but flash-attn is not installed: "
+                "pip install -e '.[gpu]', or leave attn_implementation at null."
+            )
     if not config.ray_kwargs.ray_init.address:
         check_pools_fit_this_machine(config)
 
@@ -204,7 +249,9 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
     )
 
 
-def build_role_worker_mapping(config: PPOConfig) -> dict[str, RayClassWithInitArgs]:
+def build_role_worker_mapping(
+    config: PPOConfig, own_classes: dict[str, type[Worker]]
+) -> dict[str, RayClassWithInitArgs]:
     """The worker class of each active role and its arguments; a role of the user's own gets the whole configuration."""
     seed = config.trainer.seed
     policy = {"config": config.actor_rollout_ref, "seed": seed}
@@ -218,9 +265,7 @@ def build_role_worker_mapping(config: PPOConfig) -> dict[str, RayClassWithInitAr
     mapping = {}
     for role in config.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
-        if role in config.worker_classes:
-            worker_class = import_worker_class(role, config.worker_classes[role])
-        mapping[role] = RayClassWithInitArgs(worker_class, **arguments)
+        mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
     return mapping
 
 

@@ -45,14 +45,15 @@ class RunRecorder:
     def show_placement(self, groups: list[tuple[str, list[str], RayWorkerGroup]]) -> None:
         """Shows where the run is placed: pool, roles and processes of each worker group, a row a node."""
         for pool, roles, group in groups:
-            for node in dict.fromkeys(group.worker_nodes):
-                ranks = [rank for rank, its_node in enumerate(group.worker_nodes) if its_node == node]
+            nodes, pids = group.worker_nodes, group.worker_pids
+            for node in dict.fromkeys(nodes):
+                ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
                 self.placement.append(
                     {
                         "pool": pool,
                         "node": node,
                         "ranks": ", ".join(map(str, ranks)),
-                        "processes": ", ".join(str(group.worker_pids[rank]) for rank in ranks),
+                        "processes": ", ".join(str(pids[rank]) for rank in ranks),
                         "roles": " + ".join(roles),
                     }
                 )
@@ -76,6 +77,8 @@ class RunRecorder:
     @contextmanager
     def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
         """Times a step; what is given to the yielded function is its metrics, written when the step is complete."""
+        if step == 1:
+            self.console.start_training(total_steps)
         self.timeline.step, self.seconds = step, {}
         metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
         with self.timer("step"):
@@ -153,7 +156,12 @@ def _shown(text: str, max_length: int = 240) -> str:
 
 def _new_run_dir(parent: Path) -> Path:
     """Makes `parent/<date>_<time>`, numbered when two runs start in one second, and links `latest` to it."""
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_local_dir={parent} cannot be made ({error}); give another folder."
+        ) from error
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     run_dir, number = parent / stamp, 1
     while run_dir.exists():

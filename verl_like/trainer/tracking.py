@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,9 @@ class Tracking:
         }
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self.jsonl.write(json.dumps({"step": step} | metrics) + "\n")
+        # JSON has no NaN; a metric that is not a number in a step has none there.
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.jsonl.write(json.dumps({"step": step} | finite) + "\n")
         for name, backend in list(self.backends.items()):
             try:
                 backend(metrics, step)

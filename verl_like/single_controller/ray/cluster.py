@@ -7,6 +7,8 @@ import time
 import ray
 import ray._private.state
 
+from verl_like.single_controller.failure import PlacementError
+
 Resources = dict[str, float]
 _POLL_S = 0.2
 
@@ -14,16 +16,18 @@ _POLL_S = 0.2
 def wait_until_available(requests: dict[str, list[Resources]], timeout_s: float) -> None:
     """Return once every node entry of every pool in `requests` fits on the free part of a node, all at once.
 
-    Resources of groups that were just shut down come back within moments, hence the wait. Raises ValueError with a
+    Resources of groups that were just shut down come back within moments, hence the wait. Raises PlacementError with a
     table: at once if the cluster is too small, after `timeout_s` if others hold what is missing.
     """
     entries = [entry for pool in requests.values() for entry in pool]
     if not fits(entries, list(node_resources(total=True).values())):
-        raise ValueError(f"the cluster is too small for the resource pools\n{placement_table(requests)}")
+        raise PlacementError(f"the cluster is too small for the resource pools\n{placement_table(requests)}")
     deadline = time.monotonic() + timeout_s
     while not fits(entries, list(node_resources(total=False).values())):
         if time.monotonic() > deadline:
-            raise ValueError(f"the resource pools were not free within {timeout_s:g} s\n{placement_table(requests)}")
+            raise PlacementError(
+                f"the resource pools were not free within {timeout_s:g} s\n{placement_table(requests)}"
+            )
         time.sleep(_POLL_S)
 
 

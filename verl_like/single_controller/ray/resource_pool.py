@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_until_available
 from verl_like.single_controller.resource_pool import ResourcePool
 
@@ -58,7 +59,7 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
         """One placement group per node entry, reserved on the first call.
 
-        Raises ValueError with a table of requested against available resources if they cannot be had in time.
+        Raises PlacementError with a table of requested against available resources if they cannot be had in time.
         """
         if self._placement_groups is None:
             requests = {self.name: self.node_requests()}
@@ -78,7 +79,7 @@ class RayResourcePool(ResourcePool):
                 table = placement_table(requests)
                 for group in groups:
                     remove_placement_group(group)
-                raise ValueError(f"pool {self.name} was not placed within {timeout_s:g} s\n{table}") from None
+                raise PlacementError(f"pool {self.name} was not placed within {timeout_s:g} s\n{table}") from None
             self._placement_groups = groups
         return self._placement_groups
 
@@ -209,7 +210,7 @@ class ResourcePoolManager:
                 )
 
     def create_resource_pool(self) -> None:
-        """Make the pools; raises ValueError with a table, within 10 s, unless the cluster holds them all at once."""
+        """Make the pools; raises PlacementError with a table, within 10 s, unless the cluster holds all at once."""
         pools = {
             name: RayResourcePool(processes, self.use_gpu, name, self.max_colocate_count)
             for name, processes in self.resource_pool_spec.items()
