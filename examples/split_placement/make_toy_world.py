@@ -27,6 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -261,6 +262,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".toy_world"), help="folder to make")
     parser.add_argument("--seed", type=int, default=1, help="seed of the data split, the weights and the warm-up")
     arguments = parser.parse_args()
+    transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)  # a model this small gains nothing from more, and one thread adds in one order
     make_toy_world(arguments.out, Settings(seed=arguments.seed))
 
