@@ -34,7 +34,7 @@ def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf")
         f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=8", "data.max_response_length=4",
         "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "ray_kwargs.ray_init.num_cpus=10",
+        "actor_rollout_ref.actor.optim.lr=1e-3", "critic.optim.lr=1e-3",
         f"actor_rollout_ref.rollout.name={engine}", "trainer.total_training_steps=2", "trainer.test_freq=1",
         f"custom_reward_function.path={folder}/reward.py", f"trainer.default_local_dir={folder}/runs",
     ]  # fmt: skip

@@ -29,7 +29,7 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     settings = tiny_run_settings(tmp_path, tiny_llama)
     config = load_config([*settings, "trainer.n_gpus_per_node=1", "algorithm.use_kl_in_reward=true"])
     config = run_ppo.with_training_steps(config, 2)
-    tokenizer = run_ppo.load_tokenizer(config)
+    tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     rewards = run_ppo.start_reward_manager(config)
     recorder = RunRecorder(config)

@@ -1,6 +1,9 @@
 """Whole runs with real parts: Ray, FSDP2 over gloo, an inference engine, reward processes."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,30 @@ from verl_like.trainer.run_ppo import run_ppo
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.ray
+
+
+def assert_vllm_generates(model: Path) -> None:
+    """Loads a saved model as a server would, in a process of its own."""
+    program = (
+        "import sys, vllm\n"
+        "engine = vllm.LLM(sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=32, max_num_seqs=1)\n"
+        "print(engine.generate('1+2=', vllm.SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids)\n"
+    )
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.strip().splitlines()[-1].split(",")) == 2
 
 
 @pytest.mark.vllm
@@ -39,6 +66,7 @@ def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_
     trained = run / "global_step_2/actor/huggingface"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
     assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
+    assert_vllm_generates(trained)
 
 
 def test_colocated_and_split_runs_give_equal_results(tmp_path: Path, tiny_llama: Callable):

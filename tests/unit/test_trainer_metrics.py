@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, metric_values
-from verl_like.trainer.metrics import batch_metrics, validation_metrics
+from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
+from verl_like.trainer.ppo_trainer import validation_samples
 
 
 def small_batch() -> DataProto:
@@ -65,9 +66,18 @@ def test_a_skipped_sample_counts_neither_as_a_short_response_nor_as_a_score_of_z
     assert metrics["response_length/mean"] == 2 and metrics["critic/score/mean"] == 1.0
 
 
+def samples(source: str, prompt_id: str, *values: dict[str, float]) -> list[ValidationSample]:
+    return [ValidationSample(source, prompt_id, v) for v in values]
+
+
 def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
-    sources, prompts = ["a", "a", "a", "a", "b", "b"], ["0", "0", "1", "1", "2", "2"]
-    metrics = validation_metrics(sources, prompts, {"reward": np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])})
+    metrics = validation_metrics(
+        [
+            *samples("a", "0", {"reward": 1.0}, {"reward": 0.0}),
+            *samples("a", "1", {"reward": 0.0}, {"reward": 0.0}),
+            *samples("b", "2", {"reward": 1.0}, {"reward": 1.0}),
+        ]
+    )
     assert metrics == {
         "val-core/a/reward/mean@2": 0.25,
         "val-core/a/reward/best@2/mean": 0.5,
@@ -76,6 +86,26 @@ def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
     }
 
 
-def test_the_core_variable_is_acc_where_the_reward_function_reports_it():
-    metrics = validation_metrics(["a"], ["0"], {"reward": np.array([0.3]), "acc": np.array([1.0])})
-    assert metrics == {"val-aux/a/reward/mean@1": 0.3, "val-core/a/acc/mean@1": 1.0}
+def test_the_core_variable_of_a_data_source_is_acc_where_its_reward_function_reports_it():
+    metrics = validation_metrics([*samples("a", "0", {"reward": 0.3, "acc": 1.0}), *samples("b", "1", {"reward": 0.5})])
+    assert metrics == {
+        "val-aux/a/reward/mean@1": 0.3,
+        "val-core/a/acc/mean@1": 1.0,
+        "val-core/b/reward/mean@1": 0.5,
+    }
+
+
+def test_a_skipped_sample_leaves_the_validation_scores_alone():
+    batch = DataProto.from_dict(
+        tensors={"rule_scores": torch.tensor([[0.0, 1.0], [0.0, 0.0]]), "is_skipped": torch.tensor([False, True])},
+        non_tensors={
+            "data_source": np.array(["a", "a"], dtype=object),
+            "uid": np.array(["0-0", "0-1"], dtype=object),
+            "reward_extra/acc": np.array([1.0, np.nan]),
+            "reward_extra/said": np.array(["yes", None], dtype=object),
+        },
+    )
+    assert validation_samples(batch) == [
+        ValidationSample("a", "0-0", {"reward": 1.0, "acc": 1.0}),
+        ValidationSample("a", "0-1", {}),
+    ]

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from verl_like.single_controller.call import CallEvent
+from verl_like.trainer.console import RunConsole
 from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
 from verl_like.trainer.run_recorder import _new_run_dir
@@ -109,3 +110,34 @@ def test_the_timeline_shows_steps_that_did_not_validate(tmp_path):
     text = report(tmp_path, metrics=[], events=events)
     assert " step 1" in text and " step 2" not in text
     assert "update_critic" in text
+
+
+def test_the_time_left_is_known_after_two_steps_however_long_they_take():
+    console = RunConsole()
+    clock = iter(range(0, 10_000, 45))  # every look at the clock is 45 seconds later
+    console.progress.get_time = lambda: float(next(clock))
+    for task in console.progress.tasks:
+        task._get_time = console.progress.get_time
+    console.start_training(total_steps=100)
+    for step in (1, 2, 3):
+        console.show_step(step, 100, {"timing_s/step": 45.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5})
+    console.close()
+    assert console.progress.tasks[0].time_remaining > 45
+
+
+def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_each_phase(capsys):
+    console = RunConsole()
+    console.show_step(
+        7,
+        100,
+        {
+            "critic/score/mean": 0.5, "actor/ppo_kl": 0.01, "actor/entropy": 1.5, "response_length/mean": 3.25,
+            "training/rollout_probs_diff_mean": 2e-7, "perf/total_throughput": 1234.0, "timing_s/step": 1.5,
+            "timing_s/gen": 0.25, "timing_s/update_actor": 0.5, "val-core/a/reward/mean@1": 0.75,
+        },
+    )  # fmt: skip
+    line = capsys.readouterr().out
+    for part in ("step   7/100", "reward 0.500", "KL 0.0100", "entropy 1.500", "length 3.2", "drift 2.0e-07"):
+        assert part in line
+    for part in ("tok/s 1,234", "1.50 s: gen 0.25, update_actor 0.50", "val-core/a/reward/mean@1 0.750"):
+        assert part in line

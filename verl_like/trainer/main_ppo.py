@@ -31,7 +31,10 @@ def config_from_command_line(arguments: list[str]) -> PPOConfig:
 
 
 if __name__ == "__main__":
-    config = config_from_command_line(sys.argv[1:])
-    from verl_like.trainer.run_ppo import run_ppo  # torch, Ray and vLLM load only for a configuration that can run
+    try:
+        config = config_from_command_line(sys.argv[1:])
+        from verl_like.trainer.run_ppo import run_ppo  # torch, Ray and vLLM load only for a configuration that can run
 
-    sys.exit(run_ppo(config))
+        sys.exit(run_ppo(config))
+    except KeyboardInterrupt:
+        sys.exit(130)

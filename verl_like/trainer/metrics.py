@@ -1,6 +1,7 @@
 """Step and validation metrics computed on the driver, under verl's names."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,26 +40,37 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     return metrics
 
 
-def validation_metrics(
-    data_sources: list[str], prompt_ids: list[str], variables: dict[str, np.ndarray]
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class ValidationSample:
+    """One response of a validation: "reward" unless it was skipped, and what the reward function added to it."""
+
+    data_source: str
+    prompt_id: str
+    values: dict[str, float]
+
+
+def validation_metrics(samples: list[ValidationSample]) -> dict[str, float]:
     """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean` when N > 1.
 
-    `variables` maps a name ("reward", and whatever the reward function added, such as "acc") to float values (B,).
-    The core variable is "acc" where the reward function reports it, else "reward"; the others go to `val-aux/`.
+    The core variable of a data source is "acc" where its reward function reports that, else "reward"; the other
+    variables go to `val-aux/`.
     """
-    core = "acc" if "acc" in variables else "reward"
+    values_of: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for sample in samples:
+        for name, value in sample.values.items():
+            values_of[sample.data_source][name][sample.prompt_id].append(value)
     metrics: dict[str, float] = {}
-    for name, values_B in variables.items():
-        groups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for source, prompt_id, value in zip(data_sources, prompt_ids, values_B, strict=True):
-            groups[source][prompt_id].append(float(value))
-        for source, samples_of in groups.items():
-            num_samples = max(len(samples) for samples in samples_of.values())
+    for source, variables in values_of.items():
+        core = "acc" if "acc" in variables else "reward"
+        for name, values_of_prompt in variables.items():
+            num_samples = max(len(values) for values in values_of_prompt.values())
             prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
-            metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean([np.mean(s) for s in samples_of.values()]))
+            metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean([np.mean(v) for v in values_of_prompt.values()]))
             if num_samples > 1:
-                metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean([max(s) for s in samples_of.values()]))
+                best = [max(values) for values in values_of_prompt.values()]
+                metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean(best))
     return metrics
 
 

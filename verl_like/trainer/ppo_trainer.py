@@ -1,6 +1,5 @@
 """The PPO dataflow: one driver, worker groups on resource pools, and futures for what does not depend on each other."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from verl_like.single_controller.ray.worker_group import (
 )
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.metrics import batch_metrics, validation_metrics
+from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import EXTRA_PREFIX, RuleScorer
@@ -74,8 +73,15 @@ class RayPPOTrainer:
         self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
         self.reward_model = self.groups.get(Role.RewardModel)
         self.annotators = [group for role, group in self.groups.items() if role not in list(Role)]
-        for future in [group.init_model.remote() for group in self.groups.values()]:
-            future.get()
+        others = [group for group in self.groups.values() if group is not self.rollout]
+        if self.config.trainer.device == "cuda":
+            # An engine takes its share of what is free on its device, so what else lives there loads first.
+            order = [others, [self.rollout]]
+        else:
+            order = [[self.rollout, *others]]
+        for groups in order:
+            for future in [group.init_model.remote() for group in groups]:
+                future.get()
         self.sync_weights()
 
     def start_groups(self) -> dict[str, WorkerGroup]:
@@ -109,7 +115,7 @@ class RayPPOTrainer:
             with self.recorder.step(self.global_step, epoch, total_steps) as log:
                 log(self.step(self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)))
                 is_last = self.global_step == total_steps
-                if trainer.test_freq > 0 and (self.global_step % trainer.test_freq == 0 or is_last):
+                if is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
                         log(self.validate())
                 if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
@@ -204,7 +210,9 @@ class RayPPOTrainer:
                 kl_coef=kl_coef,
                 estimator=self.config.algorithm.kl_penalty,
             )
-            self.kl_controller.update(current_kl, n_steps=len(batch))
+            num_scored = int(mask_BR.any(-1).sum())
+            if num_scored:
+                self.kl_controller.update(current_kl, n_steps=num_scored)
             self.metrics.append({"actor/reward_kl_penalty": Metric.mean(current_kl)})
             self.metrics.append({"actor/reward_kl_penalty_coeff": Metric.mean(kl_coef)})
 
@@ -235,27 +243,19 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
         self.metrics = []
-        size = self.config.data.val_batch_size or len(self.val_dataset)
-        sources: list[str] = []
-        prompt_ids: list[str] = []
-        variables: dict[str, list[np.ndarray]] = defaultdict(list)
-        for start in range(0, len(self.val_dataset), size):
-            rows = list(range(start, min(start + size, len(self.val_dataset))))
-            prompts = self.val_dataset.collate([self.val_dataset[i] for i in rows], epoch=0)
+        samples: list[ValidationSample] = []
+        rows = [self.val_dataset[i] for i in range(len(self.val_dataset))]
+        size = self.config.data.val_batch_size or len(rows)
+        for start in range(0, len(rows), size):
+            prompts = self.val_dataset.collate(rows[start : start + size], epoch=0)
             prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
             batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
             for future in self.submit_scoring(batch):
                 batch = batch.union(self.collect(future))
-            scores_B = total_scores(batch).sum(-1).numpy()
-            sources += list(batch.non_tensor_batch["data_source"])
-            prompt_ids += list(batch.non_tensor_batch["uid"])
-            variables["reward"].append(scores_B)
-            for name, values_B in batch.non_tensor_batch.items():
-                if name.startswith(EXTRA_PREFIX) and values_B.dtype != object:
-                    variables[name.removeprefix(EXTRA_PREFIX)].append(values_B)
+            samples += validation_samples(batch)
             if start == 0:
-                self.recorder.show_generations(self.global_step, self.tokenizer, batch, scores_B)
-        return validation_metrics(sources, prompt_ids, {name: np.concatenate(v) for name, v in variables.items()})
+                self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
+        return validation_metrics(samples)
 
     def save(self) -> None:
         """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""
@@ -271,3 +271,21 @@ def total_scores(batch: DataProto) -> torch.Tensor:
     """The sum of what rules, reward model and roles of the user's own gave: all columns named `*_scores`, (B R)."""
     parts = [c for name, c in batch.batch.items() if name.endswith("_scores") and name != "token_level_scores"]
     return torch.stack(parts).sum(0)
+
+
+def validation_samples(batch: DataProto) -> list[ValidationSample]:
+    """The reward of each response that was scored, and the numbers that the reward function added to it."""
+    scores_B, columns = total_scores(batch).sum(-1).tolist(), batch.non_tensor_batch
+    skipped_B = batch.batch.get("is_skipped", torch.zeros(len(batch), dtype=torch.bool)).tolist()
+    added = {
+        name: values for name, values in columns.items() if name.startswith(EXTRA_PREFIX) and values.dtype != object
+    }
+    return [
+        ValidationSample(
+            data_source=columns["data_source"][i],
+            prompt_id=columns["uid"][i],
+            values=({} if skipped_B[i] else {"reward": scores_B[i]})
+            | {name.removeprefix(EXTRA_PREFIX): float(v[i]) for name, v in added.items() if not np.isnan(v[i])},
+        )
+        for i in range(len(batch))
+    ]

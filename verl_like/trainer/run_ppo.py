@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import get_adv_estimator_fn
 from verl_like.algorithms.policy_loss import get_policy_loss_fn
@@ -33,6 +33,7 @@ from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config import OptimConfig
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.pretrained import load_config as load_model_config
+from verl_like.workers.pretrained import load_tokenizer
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -114,7 +115,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
     # First, because these modules may register advantage estimators and losses that the configuration names.
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
     check_environment(config)
-    tokenizer = load_tokenizer(config)
+    check_models(config)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
     config = with_training_steps(config, training_steps(config, len(train_dataset)))
     scorer = None
@@ -187,16 +189,26 @@ def check_pools_fit_this_machine(config: PPOConfig) -> None:
     )
 
 
-def load_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer; raises ValueError for any model path of the run with nothing behind it."""
-    model = config.actor_rollout_ref.model
-    load_model_config(model, key="actor_rollout_ref.model")
-    if config.needs_critic:
-        load_model_config(config.critic.model, key="critic.model")
-    if config.reward_model.enable:
-        load_model_config(config.reward_model.model, key="reward_model.model")
-    path = os.path.expanduser(model.tokenizer_path or model.path)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+def check_models(config: PPOConfig) -> None:
+    """Raises ValueError for a path without a model, a context that is too short, or vocabularies that differ."""
+    policy = load_model_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model").get_text_config()
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    longest = getattr(policy, "max_position_embeddings", None) or needed
+    if needed > longest:
+        raise ValueError(
+            f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
+            f"{config.data.max_response_length} = {needed} tokens, but the model at "
+            f"{config.actor_rollout_ref.model.path} has {longest} positions; lower one of the two."
+        )
+    others = {"critic.model": config.critic.model} if config.needs_critic else {}
+    others |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
+    for key, model in others.items():
+        vocab_size = load_model_config(model, key=key).get_text_config().vocab_size
+        if vocab_size != policy.vocab_size:
+            raise ValueError(
+                f"{key}.path={model.path} has {vocab_size} token ids, the policy {policy.vocab_size}: it would read "
+                "other words than the policy wrote; choose a model of the same vocabulary."
+            )
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
@@ -293,12 +305,24 @@ def max_colocate_count(config: PPOConfig) -> int:
 
 
 def start_ray(config: PPOConfig) -> None:
+    """Joins the cluster at `ray_kwargs.ray_init.address`, or starts Ray on this machine.
+
+    Raises:
+        PlacementError: there is no cluster at the address.
+    """
     settings = config.ray_kwargs.ray_init
+    # An error of a worker is reported once, by the call that waits for it.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # A Ray of our own listens on this machine only: its ports ask for no password.
     local = {"num_cpus": settings.num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(
-        address=settings.address, log_to_driver=False, logging_level="ERROR", **({} if settings.address else local)
-    )
+    try:
+        ray.init(
+            address=settings.address, log_to_driver=False, logging_level="ERROR", **({} if settings.address else local)
+        )
+    except ConnectionError as error:
+        raise PlacementError(
+            f"ray_kwargs.ray_init.address={settings.address}: no Ray cluster there ({error})."
+        ) from error
 
 
 def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:

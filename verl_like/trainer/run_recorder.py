@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.protocol import DataProto
@@ -35,6 +35,7 @@ class RunRecorder:
         self.tracking = Tracking(
             trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.model_dump(mode="json")
         )
+        self.timeline_file = open(self.run_dir / "timeline.jsonl", "w", buffering=1)  # noqa: SIM115
         self.num_processes = sum(sum(nodes) for nodes in config.resource_pool_spec.values())
         self.metrics: list[dict[str, float]] = []
         self.generations: list[dict[str, Any]] = []
@@ -83,6 +84,7 @@ class RunRecorder:
         metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
         with self.timer("step"):
             yield metrics.update
+        self.timeline_file.writelines(json.dumps(row) + "\n" for row in self.timeline.rows(step))
         seconds = self.timeline.phase_seconds(step) | self.seconds
         metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
         metrics["perf/time_per_step"] = seconds["step"]
@@ -102,7 +104,7 @@ class RunRecorder:
         self.console.show_validation(0, metrics)
 
     def show_generations(
-        self, step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores_B: np.ndarray
+        self, step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores_B: torch.Tensor
     ) -> None:
         """Shows the first `trainer.log_val_generations` rows of a validation batch."""
         self.generations = []
@@ -120,17 +122,16 @@ class RunRecorder:
             self.console.show_generations(step, self.generations)
 
     def close(self, outcome: str) -> None:
-        """Writes `timeline.jsonl` and `report.html` and says where everything is; `outcome` is how the run ended."""
+        """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
         self.console.close()
         self.tracking.close()
-        events = self.timeline.rows()
-        (self.run_dir / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+        self.timeline_file.close()
         write_report(
             self.run_dir / "report.html",
             title=f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}",
             summary=f"{outcome} {len(self.metrics)} rows of metrics, {time.time() - self.started:.0f} s.",
             metrics=self.metrics,
-            events=events,
+            events=self.timeline.rows(),
             placement=self.placement,
             generations=self.generations,
             config=to_yaml(self.config),

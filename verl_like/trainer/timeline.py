@@ -39,8 +39,8 @@ class Timeline:
             phase: max(e.finished for e in events) - min(e.started for e in events) for phase, events in spans.items()
         }
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All events as plain values, for `timeline.jsonl` and the report."""
+    def rows(self, only_step: int | None = None) -> list[dict[str, Any]]:
+        """The events of all steps, or of one, as plain values for `timeline.jsonl` and the report."""
         return [
             {
                 "step": step,
@@ -54,4 +54,5 @@ class Timeline:
                 "finished": e.finished,
             }
             for step, is_validating, e in self.events
+            if only_step is None or step == only_step
         ]

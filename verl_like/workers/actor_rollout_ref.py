@@ -210,7 +210,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         """n responses to each of the (B, P) prompts, the responses to one prompt next to each other: (B * n) rows."""
         return self.rollout.generate_sequences(prompts)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights` wakes the engine."""
         self.rollout.sleep()

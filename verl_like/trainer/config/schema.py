@@ -143,13 +143,14 @@ class TrainerConfig(ConfigModel):
     logger: Annotated[tuple[Logger, ...], BeforeValidator(_list_of_one), Strict(False)] = ("console",)
     """Where metrics go besides the run's metrics.jsonl: console, tensorboard, wandb, mlflow, trackio."""
     seed: Annotated[int, Field(ge=0)] = 42
-    """The one seed: order of prompts, sampling, initial value head, mini-batches."""
+    """The one seed: order of prompts, sampling, initial value head."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: MinusOneOrPositive = -1
     """Training steps between validations, the last of which follows the last step; -1 means none."""
     save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means only one, after the last step."""
+    """Training steps between checkpoints (training state, and the models in Hugging Face format); -1 means only the
+    models, after the last step."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3

@@ -97,6 +97,8 @@ class HfEngine(RolloutEngine):
     def sleep(self) -> None:
         if self.config.free_cache_engine:
             self.model.to("cpu")
+            if self.device == "cuda":
+                torch.cuda.empty_cache()  # what torch keeps for itself, the training process cannot use
 
     def wake_up(self) -> None:
         self.model.to(self.device)

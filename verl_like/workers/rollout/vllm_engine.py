@@ -69,6 +69,7 @@ class VllmEngine(RolloutEngine):
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
             distributed_executor_backend=executor,
+            disable_custom_all_reduce=True,  # that kernel looks its peers' devices up, and a process sees only its own
             max_model_len=self._max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -1,0 +1,27 @@
+"""Every column that a worker declares to read or write is in the table of columns."""
+
+import pytest
+
+from verl_like.protocol import COLUMNS
+from verl_like.single_controller.decorator import registered_methods
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reward_model import RewardModelWorker
+
+
+@pytest.mark.parametrize("worker_class", [ActorRolloutRefWorker, CriticWorker, RewardModelWorker])
+def test_declared_columns_are_in_the_table(worker_class: type):
+    declared = {
+        (spec.name, column.removesuffix("?"))
+        for spec in registered_methods(worker_class).values()
+        for column in (*(spec.reads or ()), *(spec.writes or ()))
+    }
+    assert declared
+    missing = sorted(f"{method}: {column}" for method, column in declared if column not in COLUMNS)
+    assert not missing, f"add a row to verl_like/protocol/columns.py for {missing}"
+
+
+def test_columns_that_the_trainer_itself_writes_are_in_the_table():
+    written = {"response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns"}
+    written |= {"rule_scores", "is_skipped", "uid", "data_source", "reward_model", "extra_info", "raw_prompt"}
+    assert written <= COLUMNS.keys()

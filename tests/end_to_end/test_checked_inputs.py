@@ -1,0 +1,73 @@
+"""What the checks before a run accept: own algorithms, rows for the reward model, small machines."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import SPLIT, tiny_run_settings
+
+from verl_like.trainer.config import load_config
+from verl_like.trainer.run_ppo import check_inputs, check_pools_fit_this_machine
+
+OWN_ALGORITHMS = """
+from verl_like.algorithms import register_adv_est, register_policy_loss
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+
+@register_adv_est("own_estimator")
+def estimate(inputs):
+    return inputs.token_level_rewards, inputs.token_level_rewards
+
+
+@register_policy_loss("own_loss")
+def loss(old_log_prob, log_prob, advantages, response_mask, *, clip, aggregate):
+    return aggregate(-advantages * log_prob, response_mask), {}
+
+
+class OwnActor(ActorRolloutRefWorker):
+    pass
+"""
+
+
+def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = [
+        "worker_classes.actor=own_algorithms.OwnActor",
+        "algorithm.adv_estimator=own_estimator",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=own_loss",
+    ]
+    config = load_config([*tiny_run_settings(tmp_path, tiny_llama), *own])
+    with contextlib.ExitStack() as cleanup:
+        inputs = check_inputs(config, cleanup)
+    assert inputs.role_worker_mapping["actor"].cls.__name__ == "OwnActor"
+
+
+def model_rows(folder: Path) -> Path:
+    """Rows that only a reward model can score."""
+    row = {"data_source": "own", "prompt": [{"role": "user", "content": "1+2"}], "reward_model": {"style": "model"}}
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(row | {"extra_info": {"index": i}}) for i in range(8)]))
+    return path
+
+
+def test_rows_with_style_model_need_a_reward_model_and_then_no_rule(tmp_path: Path, tiny_llama: Callable):
+    rows = model_rows(tmp_path)
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null"]
+    settings += [f"data.train_files={rows}", f"data.val_files={rows}"]
+    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses"):
+        check_inputs(load_config(settings), cleanup)
+    judge, _ = tiny_llama()
+    config = load_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
+    with contextlib.ExitStack() as cleanup:
+        assert check_inputs(config, cleanup).scorer is None
+
+
+@pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])
+def test_the_cpu_preset_fits_a_machine_with_two_cores(placement: list[str]):
+    required = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=a", "device=cpu"]
+    check_pools_fit_this_machine(load_config([*required, *placement]))
