@@ -365,7 +365,8 @@ class RewardModelConfig(ConfigModel):
     """A learned reward that scores whole responses."""
 
     enable: bool = False
-    """Score responses with a reward model in place of the built-in rewards. A custom_reward_function is added to it."""
+    """Score every response with a reward model. Rules are added to it: a custom_reward_function on every row, the
+    built-in rewards on rows whose reward_model.style is not "model"."""
     model: RewardModelModelConfig = RewardModelModelConfig()
     micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank."""

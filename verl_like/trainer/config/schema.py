@@ -31,7 +31,7 @@ def _refuse_zero(value: int) -> int:
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_one), Strict(False), Field(min_length=1)]
 MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
 Seconds = Annotated[float, Field(gt=0)]
-Logger = Literal["console", "tensorboard", "wandb", "mlflow", "trackio"]
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class DataConfig(ConfigModel):
@@ -141,7 +141,8 @@ class TrainerConfig(ConfigModel):
     experiment_name: str = "ppo"
     """Names the run in trackers and in the output folder."""
     logger: Annotated[tuple[Logger, ...], BeforeValidator(_list_of_one), Strict(False)] = ("console",)
-    """Where metrics go besides the run's metrics.jsonl: console, tensorboard, wandb, mlflow, trackio."""
+    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and jsonl (the run's metrics.jsonl) are
+    always on."""
     seed: Annotated[int, Field(ge=0)] = 42
     """The one seed: order of prompts, sampling, initial value head."""
     val_before_train: bool = True
