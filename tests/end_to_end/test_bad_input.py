@@ -1,13 +1,16 @@
 """Bad input is refused before Ray starts, with what, value, why and fix, and loses nothing."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 from runs import data_row, tiny_run_settings
 
+from verl_like.trainer import tracking
 from verl_like.trainer.config import load_config
 from verl_like.trainer.run_ppo import run_ppo
 
@@ -93,6 +96,7 @@ def test_pools_that_do_not_fit_this_machine_are_refused_with_the_sums(refusal: R
     assert "global_pool" in message and "'CPU': 4" in message and "'CPU': 3" in message
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device_is_refused(refusal: Refusal):
     assert "device=cpu" in refusal("trainer.device=cuda")
 
@@ -107,5 +111,44 @@ def test_a_worker_class_that_cannot_be_imported_is_refused(refusal: Refusal):
     assert "worker_classes.actor" in message and "no_such_package" in message
 
 
-def test_a_tracker_that_is_not_installed_is_refused(refusal: Refusal):
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package look as if it were not installed."""
+    find_spec = importlib.util.find_spec
+
+    def hide(package: str) -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *a: None if name == package else find_spec(name, *a)
+        )
+
+    return hide
+
+
+def test_a_missing_vllm_is_refused_with_the_commands_that_install_it(refusal: Refusal, missing: Callable):
+    missing("vllm")
+    message = refusal("actor_rollout_ref.rollout.name=vllm")
+    assert "vllm is not installed" in message and "pip install -e '.[gpu]'" in message
+
+
+@pytest.mark.parametrize("model", ["actor_rollout_ref.model", "critic.model"])
+def test_a_missing_flash_attn_is_refused_for_every_model_that_asks_for_it(
+    refusal: Refusal, missing: Callable, model: str
+):
+    missing("flash_attn")
+    message = refusal(f"{model}.attn_implementation=flash_attention_2")
+    assert f"{model}.attn_implementation" in message and "flash-attn is not installed" in message
+
+
+def test_a_tracker_that_is_not_installed_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert "pip install -e '.[mlflow]'" in refusal("trainer.logger=[console,mlflow]")
+
+
+def test_a_context_longer_than_the_models_is_refused_with_the_sum(refusal: Refusal):
+    message = refusal("data.max_prompt_length=200", "data.max_response_length=100")
+    assert "200 + 100 = 300" in message and "256 positions" in message
+
+
+def test_an_output_folder_that_cannot_be_made_names_the_key(refusal: Refusal, tmp_path: Path):
+    (tmp_path / "a_file").write_text("")
+    assert "trainer.default_local_dir" in refusal(f"trainer.default_local_dir={tmp_path}/a_file/runs")

@@ -18,6 +18,11 @@ pytestmark = pytest.mark.ray
 DEADLINE_S = 200.0
 
 
+def heed_interrupts() -> None:
+    """A shell starts background jobs with interrupts ignored, which their children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(folder: Path, tiny_llama: Callable, *overrides: str) -> subprocess.Popen:
     settings = [*tiny_run_settings(folder, tiny_llama), *SPLIT, "trainer.total_training_steps=10000", *overrides]
     return subprocess.Popen(
@@ -25,6 +30,7 @@ def start(folder: Path, tiny_llama: Callable, *overrides: str) -> subprocess.Pop
         stdout=open(folder / "out", "w"),
         stderr=open(folder / "err", "w"),
         start_new_session=True,  # so that a signal of the test runner's terminal does not reach it
+        preexec_fn=heed_interrupts,
     )
 
 
