@@ -6,6 +6,7 @@ import re
 import pytest
 
 from verl_like.single_controller.call import CallEvent
+from verl_like.trainer import tracking
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
@@ -68,7 +69,8 @@ def test_tensorboard_gets_every_metric(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(3, 0.5)]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it():
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=re.escape("pip install -e '.[wandb]'")):
         require_trackers(["console", "wandb"])
 
