@@ -7,7 +7,7 @@ stamp=.venv/.verl_like_installed
 wanted=$(cat pyproject.toml requirements/*.lock scripts/environment.sh | sha256sum | cut -d' ' -f1)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 "$python" -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
-echo "Making the environment .venv (a few minutes, once) ..."
+echo "Making the environment .venv: a few minutes and about 4 GB, once."
 "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 if nvidia-smi -L >/dev/null 2>&1; then
@@ -20,7 +20,9 @@ if nvidia-smi -L >/dev/null 2>&1; then
 else
   # torch first, and by its exact version: nothing after it may replace the build. Where the package index has no
   # separate CPU build, its default build runs on the CPU too.
+  echo "  torch ..."
   pip install torch==2.13.0+cpu 2>/dev/null || pip install torch==2.13.0
+  echo "  Ray, vLLM, transformers and what they need ..."
   pip install --no-deps -r requirements/cpu.lock
   pip install --no-deps -e .
 fi

@@ -18,6 +18,7 @@ import math
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -236,7 +237,9 @@ def make_toy_world(out: Path, settings: Settings) -> dict[str, Any]:
     if record.is_file():
         world = json.loads(record.read_text(encoding="utf-8"))
         if world["settings"] == asdict(settings):
-            print(f"{out} is there already (held-out exact match {world['held_out_exact_match']:.3f})")
+            print(
+                f"Toy model and data are in {out} already (held-out exact match {world['held_out_exact_match']:.3f})."
+            )
             return world
     elif out.exists():
         raise ValueError(f"--out {out} exists and has no world.json, so it is left alone: give another folder")
@@ -264,7 +267,10 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)  # a model this small gains nothing from more, and one thread adds in one order
-    make_toy_world(arguments.out, Settings(seed=arguments.seed))
+    try:
+        make_toy_world(arguments.out, Settings(seed=arguments.seed))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ python=.venv/bin/python
 
 if ! nvidia-smi -L >/dev/null 2>&1; then
   echo "No GPU here: the same dataflow runs at toy scale on the CPU (tiny DeepSeek-architecture model, generated arithmetic)."
+  toy=(-m verl_like.trainer.main_ppo --config-dir examples/split_placement/config --config-name toy "$@")
+  "$python" "${toy[@]}" --print-config >/dev/null  # a mistake in the overrides shows before the warm-up
   "$python" examples/split_placement/make_toy_world.py --out .toy_world
-  exec "$python" -m verl_like.trainer.main_ppo --config-dir examples/split_placement/config --config-name toy "$@"
+  exec "$python" "${toy[@]}"
 fi
 
 MODEL_PATH=${MODEL_PATH:-deepseek-ai/deepseek-llm-7b-chat}

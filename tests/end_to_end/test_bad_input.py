@@ -101,9 +101,9 @@ def test_cuda_without_a_device_is_refused(refusal: Refusal):
     assert "device=cpu" in refusal("trainer.device=cuda")
 
 
-def test_an_unknown_advantage_estimator_lists_the_known_ones(refusal: Refusal):
-    message = refusal("algorithm.adv_estimator=gea", "critic.enable=true")
-    assert "gea" in message and "gae" in message and "grpo" in message
+def test_an_unknown_policy_loss_lists_the_known_ones(refusal: Refusal):
+    message = refusal("actor_rollout_ref.actor.policy_loss.loss_mode=vanila")
+    assert "vanila" in message and "vanilla" in message
 
 
 def test_a_worker_class_that_cannot_be_imported_is_refused(refusal: Refusal):

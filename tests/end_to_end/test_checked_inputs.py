@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from runs import SPLIT, tiny_run_settings
 
+from verl_like.algorithms import advantages, policy_loss
 from verl_like.trainer.config import load_config
 from verl_like.trainer.run_ppo import check_inputs, check_pools_fit_this_machine
 
@@ -36,6 +38,8 @@ def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
 ):
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHMS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(policy_loss, "POLICY_LOSSES", dict(policy_loss.POLICY_LOSSES))
     own = [
         "worker_classes.actor=own_algorithms.OwnActor",
         "algorithm.adv_estimator=own_estimator",
@@ -45,6 +49,7 @@ def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
     with contextlib.ExitStack() as cleanup:
         inputs = check_inputs(config, cleanup)
     assert inputs.role_worker_mapping["actor"].cls.__name__ == "OwnActor"
+    del sys.modules["own_algorithms"]
 
 
 def model_rows(folder: Path) -> Path:

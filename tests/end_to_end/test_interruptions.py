@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,15 +23,30 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(folder: Path, tiny_llama: Callable, *overrides: str) -> subprocess.Popen:
-    settings = [*tiny_run_settings(folder, tiny_llama), *SPLIT, "trainer.total_training_steps=10000", *overrides]
-    return subprocess.Popen(
-        [sys.executable, "-m", "verl_like.trainer.main_ppo", *settings],
-        stdout=open(folder / "out", "w"),
-        stderr=open(folder / "err", "w"),
-        start_new_session=True,  # so that a signal of the test runner's terminal does not reach it
-        preexec_fn=heed_interrupts,
-    )
+@pytest.fixture
+def start(tmp_path: Path, tiny_llama: Callable) -> Iterator[Callable[[], subprocess.Popen]]:
+    """Starts a run that would go on for hours; what is left of it is killed after the test."""
+    started: list[psutil.Process] = []
+
+    def run() -> subprocess.Popen:
+        settings = [*tiny_run_settings(tmp_path, tiny_llama), *SPLIT, "trainer.total_training_steps=10000"]
+        settings += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+        with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "verl_like.trainer.main_ppo", *settings],
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # so that a signal of the test runner's terminal does not reach it
+                preexec_fn=heed_interrupts,
+            )
+        started.append(psutil.Process(process.pid))
+        return process
+
+    yield run
+    for process in started:
+        if process.is_running():
+            for member in [*process.children(recursive=True), process]:
+                member.kill()
 
 
 def wait_for_steps(folder: Path, process: subprocess.Popen, num_rows: int) -> None:
@@ -47,8 +62,8 @@ def assert_nothing_is_left(processes: list[psutil.Process]) -> None:
     assert not alive, f"still running: {[(p.pid, p.name()) for p in alive]}"
 
 
-def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path, tiny_llama: Callable):
-    process = start(tmp_path, tiny_llama, "trainer.val_before_train=false", "trainer.test_freq=-1")
+def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path, start: Callable):
+    process = start()
     wait_for_steps(tmp_path, process, num_rows=2)
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
@@ -62,8 +77,8 @@ def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
-def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Path, tiny_llama: Callable):
-    process = start(tmp_path, tiny_llama, "trainer.val_before_train=false", "trainer.test_freq=-1")
+def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Path, start: Callable):
+    process = start()
     wait_for_steps(tmp_path, process, num_rows=1)
     family = psutil.Process(process.pid).children(recursive=True)
     placement = next(line for line in (tmp_path / "out").read_text().splitlines() if "critic_pool" in line)

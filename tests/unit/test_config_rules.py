@@ -1,9 +1,14 @@
 """Combinations of keys that cannot run are refused with the sum that does not come out."""
 
+from pathlib import Path
+
 import pytest
 
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.trainer.config import ConfigError, PPOConfig, load_config
+from verl_like.trainer.config.rules import BUILT_IN_ESTIMATORS
 
+ROOT = Path(__file__).parents[2]
 REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
 # 4 processes, 16 prompts a step, 8 a mini-batch: 2 responses a process, one pass.
 SMALL = [
@@ -130,8 +135,11 @@ def test_a_pool_that_no_running_role_uses_is_refused():
             ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"],
             ("actor", "rollout", "ref", "critic"),
         ),
-        (["algorithm.adv_estimator=my_own"], ("actor", "rollout")),
-        (["algorithm.adv_estimator=my_own", "critic.enable=true"], ("actor", "rollout", "critic")),
+        (["algorithm.adv_estimator=my_own", "worker_classes.actor=my_package.MyActor"], ("actor", "rollout")),
+        (
+            ["algorithm.adv_estimator=my_own", "worker_classes.actor=my_package.MyActor", "critic.enable=true"],
+            ("actor", "rollout", "critic"),
+        ),
         (["reward_model.enable=true", "reward_model.model.path=x"], ("actor", "rollout", "critic", "reward_model")),
     ],
 )
@@ -254,3 +262,19 @@ def test_all_broken_rules_are_named_at_once():
         "critic.enable=false", "trainer.critic_warmup=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
     )
     assert len(message.splitlines()) == 3
+
+
+def test_a_misspelt_estimator_is_named_before_the_pools_it_would_leave_empty():
+    with pytest.raises(ConfigError, match=r"adv_estimator=gro is not built in.*did you mean grpo") as caught:
+        load_config([*REQUIRED, "algorithm.adv_estimator=gro", "placement=split"])
+    assert "critic_pool" not in str(caught.value)
+
+
+def test_the_built_in_estimators_are_those_of_the_registry():
+    built_in = {name for name, function in ADVANTAGE_ESTIMATORS.items() if function.__module__.startswith("verl_like.")}
+    assert sorted(built_in) == BUILT_IN_ESTIMATORS
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_the_toy_job_runs_in_every_placement(placement: str):
+    load_config([f"placement={placement}"], "toy", str(ROOT / "examples/split_placement/config"))

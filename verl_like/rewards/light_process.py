@@ -1,5 +1,6 @@
 """Child processes that start without the driver's modules, in a file of their own because they import it."""
 
+import signal
 import sys
 import threading
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -18,9 +19,12 @@ class LightSpawnProcess(SpawnProcess):
         with _MAIN_MODULE_LOCK:
             main_module = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")  # has no file and no spec: nothing to import again
+            # The child inherits the mask: Ctrl-C is for the driver, which then stops its workers.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 return SpawnProcess._Popen(process_obj)
             finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 sys.modules["__main__"] = main_module
 
 

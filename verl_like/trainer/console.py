@@ -72,7 +72,9 @@ class RunConsole:
             value = next((metrics[name] for name in names if name in metrics), math.nan)
             if not math.isnan(value):
                 shown.append(f"{label} {template.format(value)}")
-        seconds = [f"{phase} {metrics[f'timing_s/{phase}']:.2f}" for phase in PHASES if f"timing_s/{phase}" in metrics]
+        times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+        noticeable = 0.02 * metrics["timing_s/step"]
+        seconds = [f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > noticeable]
         validation = [f"[bold]{name} {value:.3f}[/]" for name, value in metrics.items() if name.startswith("val-core/")]
         width = len(str(total_steps))
         timing = f"[dim]{metrics['timing_s/step']:.2f} s: {', '.join(seconds)}[/]"

@@ -115,7 +115,7 @@ class RayPPOTrainer:
             with self.recorder.step(self.global_step, epoch, total_steps) as log:
                 log(self.step(self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)))
                 is_last = self.global_step == total_steps
-                if is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
+                if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
                         log(self.validate())
                 if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):

@@ -36,6 +36,7 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 <h1>{title}</h1><p>{summary}</p>
 <h2>Curves</h2><div class="charts">{charts}</div>
 <h2>Timeline of the last steps</h2>
+<p>Steps that validated or saved are left out.</p>
 <p>One lane a pool; within a lane one row a process. Bars that lie above each other ran at the same time.</p>
 {timeline}
 <h2>Placement</h2>{placement}
@@ -94,7 +95,7 @@ def _timeline(events: list[dict[str, Any]]) -> str:
     trained = {e["step"] for e in events if e["step"] > 0}
     others = {e["step"] for e in events if e["is_validating"] or e["method"].startswith("save_")}
     steps = sorted(trained - others or trained)[-NUM_TIMELINE_STEPS:]
-    shown = [e for e in events if e["step"] in steps]
+    shown = [e for e in events if e["step"] in steps and e["finished"] - e["started"] > 1e-3]
     if not shown:
         return "<p>No step was finished.</p>"
     lanes = sorted({(e["pool"], e["process"]) for e in shown})

@@ -55,7 +55,10 @@ def run_ppo(config: PPOConfig) -> int:
     Everything a user can get wrong is checked before Ray starts. However the run ends, the processes it started are
     gone and what it wrote so far is valid.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a pre-empted run ends as cleanly as an interrupted one
+    # A pre-empted run ends as cleanly as an interrupted one; so does one that a shell started in the background, where
+    # interrupts are ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
         try:
             inputs = check_inputs(config, cleanup)
@@ -72,8 +75,9 @@ def train(inputs: Inputs, recorder: RunRecorder) -> int:
     outcome = "Failed with an unexpected error; standard error has the traceback."
     try:
         for name, dataset in (("training", inputs.train_dataset), ("validation", inputs.val_dataset)):
-            counts = f"{dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated"
-            recorder.console.say(f"{len(dataset)} {name} prompts ({counts})")
+            overlong = f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
+            some = dataset.num_filtered or dataset.num_truncated
+            recorder.console.say(f"{len(dataset):,} {name} prompts{overlong if some else ''}")
         recorder.console.say("Starting Ray, the workers and the inference engines ...")
         start_ray(inputs.config)
         trainer = RayPPOTrainer(
@@ -91,8 +95,8 @@ def train(inputs: Inputs, recorder: RunRecorder) -> int:
         outcome = f"Done: {trainer.global_step} training steps."
         return 0
     except KeyboardInterrupt:
-        outcome = "Interrupted."
-        return _say("interrupted; what was written so far is valid", 130)
+        outcome = "Interrupted; what was written so far is valid."
+        return 130
     except (WorkerError, CallTimeout, RewardError, PlacementError) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         return _say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)

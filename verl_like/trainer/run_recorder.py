@@ -39,6 +39,7 @@ class RunRecorder:
         self.num_processes = sum(sum(nodes) for nodes in config.resource_pool_spec.values())
         self.metrics: list[dict[str, float]] = []
         self.generations: list[dict[str, Any]] = []
+        self.num_validations = 0
         self.placement: list[dict[str, str]] = []
         self.seconds: dict[str, float] = {}
         self.started = time.time()
@@ -106,20 +107,25 @@ class RunRecorder:
     def show_generations(
         self, step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores_B: torch.Tensor
     ) -> None:
-        """Shows the first `trainer.log_val_generations` rows of a validation batch."""
-        self.generations = []
-        for i in range(min(self.config.trainer.log_val_generations, len(batch))):
+        """Shows `trainer.log_val_generations` rows of a validation batch, others each time, for the report too."""
+        num_shown = min(self.config.trainer.log_val_generations, len(batch))
+        first = self.num_validations * num_shown
+        self.num_validations += 1
+        rows = []
+        for i in ((first + k) % len(batch) for k in range(num_shown)):
             mask = batch.batch["response_mask"][i].bool()
-            self.generations.append(
+            rows.append(
                 {
+                    "step": step,
                     "prompt": _shown(batch.non_tensor_batch["raw_prompt"][i][-1]["content"]),
                     "response": _shown(tokenizer.decode(batch.batch["responses"][i][mask])),
                     "ground_truth": _shown(str(batch.non_tensor_batch["reward_model"][i].get("ground_truth"))),
                     "score": f"{scores_B[i]:.2f}",
                 }
             )
-        if self.generations:
-            self.console.show_generations(step, self.generations)
+        if rows:
+            self.generations = [*self.generations[:num_shown], *rows]
+            self.console.show_generations(step, rows)
 
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
@@ -137,15 +143,23 @@ class RunRecorder:
             config=to_yaml(self.config),
         )
         self.console.say(f"\n{outcome}")
-        models = sorted(str(p.relative_to(self.run_dir)) for p in self.run_dir.glob("global_step_*/*/huggingface"))
-        for what, name in [
-            ("metrics", "metrics.jsonl"),
-            ("configuration", "config.yaml"),
-            ("report", "report.html"),
-            ("timeline", "timeline.jsonl"),
-            *(("model (Hugging Face format)", name) for name in models),
-        ]:
-            self.console.say(f"  {what:<28} {self.run_dir / name}")
+        for line in self._validation_summary():
+            self.console.say(f"  {line}")
+        files = {"report": "report.html", "metrics": "metrics.jsonl", "timeline": "timeline.jsonl"}
+        files |= {"configuration": "config.yaml", "tensorboard": "tensorboard"}
+        models = sorted(self.run_dir.glob("global_step_*/*/huggingface"))
+        files |= {f"{model.parent.name}, Hugging Face format": str(model.relative_to(self.run_dir)) for model in models}
+        self.console.say(f"  in {self.run_dir}:")
+        for what, name in files.items():
+            path = self.run_dir / name
+            if path.is_dir() or (path.is_file() and path.stat().st_size):
+                self.console.say(f"    {name:<40} {what}")
+
+    def _validation_summary(self) -> list[str]:
+        """What training did to each core validation metric."""
+        names = dict.fromkeys(name for row in self.metrics for name in row if name.startswith("val-core/"))
+        values = {name: [row[name] for row in self.metrics if name in row] for name in names}
+        return [f"{name}: {v[0]:.3f} at first, {v[-1]:.3f} at last" for name, v in values.items() if len(v) > 1]
 
 
 def _shown(text: str, max_length: int = 240) -> str:

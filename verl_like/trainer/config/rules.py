@@ -1,7 +1,7 @@
 """Rules that join several keys. Each is a function named after what it demands and yields what is wrong, with the sum.
 
-Whether an advantage estimator, a policy loss or a worker class exists is not checked here: their registries import
-torch, and the trainer looks there before it starts Ray.
+Whether an advantage estimator or policy loss of one's own, or a worker class, exists is not checked here: that imports
+torch, and the trainer looks before it starts Ray.
 """
 
 import difflib
@@ -12,6 +12,8 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
 Rule = Callable[[PPOConfig], Iterator[str]]
+
+BUILT_IN_ESTIMATORS = ["gae", "grpo"]
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
@@ -54,14 +56,23 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
             yield f"role_mapping.{role}={pool}: there is no such pool, only {pools}{_nearest(pool, pools)}"
 
 
+def estimator_is_built_in_unless_own_code_may_register_it(config: PPOConfig) -> Iterator[str]:
+    name = config.algorithm.adv_estimator
+    if name not in BUILT_IN_ESTIMATORS and not config.worker_classes:
+        yield (
+            f"algorithm.adv_estimator={name} is not built in, only {list(BUILT_IN_ESTIMATORS)}"
+            f"{_nearest(name, BUILT_IN_ESTIMATORS)}; one of your own is registered by a module of worker_classes"
+        )
+
+
 def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
     used = {config.role_mapping.get(role) for role in config.active_roles}
     for pool, processes_per_node in config.resource_pool_spec.items():
         if pool not in used:
             yield (
                 f"resource_pool_spec.{pool}={list(processes_per_node)} would reserve processes "
-                f"that no role of this run uses (its roles are {', '.join(config.active_roles)}); use "
-                f"placement=colocated, which has one pool, or remove this one with '~resource_pool_spec.{pool}'"
+                f"that no role of this run uses (its roles are {', '.join(config.active_roles)}); remove it with "
+                f"'~resource_pool_spec.{pool}', or use placement=colocated, which has one pool"
             )
 
 
@@ -173,6 +184,7 @@ def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
 
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
+    estimator_is_built_in_unless_own_code_may_register_it,  # it decides which roles there are
     pools_are_not_empty,
     every_role_has_a_worker,
     every_role_has_a_pool,
