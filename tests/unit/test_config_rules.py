@@ -19,6 +19,8 @@ SMALL = [
     "critic.ppo_micro_batch_size_per_gpu=2",
 ]
 
+OWN_ESTIMATOR = ["algorithm.adv_estimator=my_own", "worker_classes.actor=my_package.MyActor"]
+
 
 def small(*overrides: str) -> PPOConfig:
     return load_config([*REQUIRED, *SMALL, *overrides])
@@ -135,9 +137,9 @@ def test_a_pool_that_no_running_role_uses_is_refused():
             ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"],
             ("actor", "rollout", "ref", "critic"),
         ),
-        (["algorithm.adv_estimator=my_own", "worker_classes.actor=my_package.MyActor"], ("actor", "rollout")),
+        ([*OWN_ESTIMATOR], ("actor", "rollout")),
         (
-            ["algorithm.adv_estimator=my_own", "worker_classes.actor=my_package.MyActor", "critic.enable=true"],
+            [*OWN_ESTIMATOR, "critic.enable=true"],
             ("actor", "rollout", "critic"),
         ),
         (["reward_model.enable=true", "reward_model.model.path=x"], ("actor", "rollout", "critic", "reward_model")),

@@ -317,8 +317,7 @@ def start_ray(config: PPOConfig) -> None:
     settings = config.ray_kwargs.ray_init
     # An error of a worker is reported once, by the call that waits for it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # A Ray of our own listens on this machine only: its ports ask for no password.
-    local = {"num_cpus": settings.num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    local = {"num_cpus": settings.num_cpus, "include_dashboard": False}
     try:
         ray.init(
             address=settings.address, log_to_driver=False, logging_level="ERROR", **({} if settings.address else local)
