@@ -15,7 +15,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     `batch` holds `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`, `returns` (all B R),
     `attention_mask` (B T) and, when there is a critic, `values` (B R).
     """
-    counted = batch.select_idxs(batch.batch["response_mask"].any(-1))  # not the samples that were skipped
+    counted_B = batch.batch["response_mask"].any(-1)  # not the samples that were skipped
+    counted = batch if counted_B.all() else batch.select_idxs(counted_B)
     columns = counted.batch
     mask_BR = columns["response_mask"].bool()
     prompt_lengths_B = columns["attention_mask"][:, : -mask_BR.shape[1]].sum(-1).float()

@@ -20,7 +20,7 @@ from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
 from verl_like.single_controller.ray.cluster import fits
-from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
+from verl_like.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.schema import PPOConfig
@@ -169,25 +169,24 @@ def check_environment(config: PPOConfig) -> None:
 
 def check_pools_fit_this_machine(config: PPOConfig) -> None:
     """Raises ValueError with the sums unless the pools fit on the one node of a Ray that is started here."""
-    slots = max_colocate_count(config)
+    use_gpu = config.trainer.device == "cuda"
     node = {
         "CPU": config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1,
-        "GPU": torch.cuda.device_count() if config.trainer.device == "cuda" else 0,
+        "GPU": torch.cuda.device_count() if use_gpu else 0,
     }
-    per_process = {"CPU": slots} | ({"GPU": 1} if config.trainer.device == "cuda" else {})
-    entries = [
-        {kind: amount * processes for kind, amount in per_process.items()}
-        for nodes in config.resource_pool_spec.values()
-        for processes in nodes
+    pools = [
+        RayResourcePool(list(processes), use_gpu, name, max_colocate_count(config))
+        for name, processes in config.resource_pool_spec.items()
     ]
+    entries = [entry for pool in pools for entry in pool.node_requests()]
     if fits(entries, [node]):
         return
-    lines = [f"  {name:<32} {list(nodes)} processes" for name, nodes in config.resource_pool_spec.items()]
-    needed = {kind: sum(entry[kind] for entry in entries) for kind in per_process}
+    lines = [f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools]
+    needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}
     raise ValueError(
         "the resource pools do not fit on this machine:\n"
         + "\n".join(lines)
-        + f"\n  each process takes {per_process}, together {needed}; this machine has {node}\n"
+        + f"\n  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
         "Make the pools smaller (resource_pool_spec), set ray_kwargs.ray_init.num_cpus if its CPU slots may be "
         "oversubscribed, or give ray_kwargs.ray_init.address of a cluster."
     )
