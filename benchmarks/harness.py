@@ -1,0 +1,200 @@
+"""Runs contenders side by side on the same work, compares what they return, and reports ratios, limits and targets."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks.serve import unpacked
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PYTHON = {"project": sys.executable, "peers": str(ROOT / "benchmarks" / ".peers" / "bin" / "python")}
+
+
+class Side:
+    """One contender: a process of its own, in the project's environment or in the peers'.
+
+    Args:
+        name: as it is printed.
+        script: file name in benchmarks/sides; it calls `serve`.
+        environment: whose packages the process sees.
+        threads: threads of its numerical libraries.
+        variables: further environment variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        environment: Literal["project", "peers"],
+        threads: int = 1,
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        if not Path(PYTHON[environment]).exists():
+            raise SystemExit("The peers' environment does not exist yet: bash benchmarks/setup_peers.sh makes it.")
+        self.name = name
+        self.log = (ROOT / "benchmarks" / f".{script}.{name.replace(' ', '_')}.log").open("w")
+        self.process = subprocess.Popen(
+            [PYTHON[environment], str(ROOT / "benchmarks" / "sides" / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            cwd=ROOT,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0"}
+            | (variables or {}),
+        )
+
+    def call(self, function: str, **arguments: Any) -> dict[str, Any]:
+        """The result of a function of the side's script. Raises RuntimeError with the end of its log if it died."""
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self.log.flush()
+            end = "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-25:])
+            raise RuntimeError(f"{self.name}: {function} did not answer; the end of {self.log.name}:\n{end}")
+        return {name: unpacked(value) for name, value in json.loads(answer).items()}
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+def interleave(
+    sides: Sequence[Side], rounds: int, function: str, *, warm_up: int = 2, **arguments: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Calls the function on all sides in turn, in another order each round; the results of the rounds after the warm-up,
+    by side."""
+    results: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+    for index in range(warm_up + rounds):
+        start = index % len(sides)
+        for side in [*sides[start:], *sides[:start]]:
+            result = side.call(function, **arguments)
+            if index >= warm_up:
+                results[side.name].append(result)
+    return results
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of some measurements."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.least:.3g} to {self.greatest:.3g})"
+
+
+def copy_rate(num_bytes: int) -> float:
+    """Bytes a second of one thread's copy between two buffers of this size that are in memory already."""
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - started)
+    return num_bytes / statistics.median(seconds)
+
+
+class Report:
+    """What a benchmark found: measurements and targets; printed, and written to benchmarks/results/<name>.json.
+
+    Args:
+        name: of the benchmark, also of its file.
+        title: what it measures, in one line.
+    """
+
+    def __init__(self, name: str, title: str) -> None:
+        self.name = name
+        self.title = title
+        self.rows: list[dict[str, Any]] = []
+        self.targets: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._busy_before = _busy_seconds()
+        print(f"{title}\n", flush=True)
+
+    def row(self, what: str, unit: str, values: Sequence[float], **ratios: float) -> None:
+        """A measurement: its spread, and what it is a ratio of, e.g. `of_memcpy=0.4`."""
+        spread = Spread.of(list(values))
+        self.rows.append({"what": what, "unit": unit, **spread.__dict__, "rounds": len(values), "ratios": ratios})
+        shown = ", ".join(f"{name.replace('_', ' ')} {ratio:.3g}" for name, ratio in ratios.items())
+        print(f"  {what:<58} {spread} {unit}{'; ' + shown if shown else ''}", flush=True)
+
+    def target(self, what: str, value: float, comparison: Literal[">=", "<="], bound: float) -> None:
+        """A number that must be reached."""
+        reached = value >= bound if comparison == ">=" else value <= bound
+        self.targets.append(
+            {"what": what, "value": value, "comparison": comparison, "bound": bound, "reached": reached}
+        )
+        print(f"  {'reached' if reached else 'MISSED ':<8} {what}: {value:.4g}, wanted {comparison} {bound:g}", flush=True)
+
+    def note(self, text: str) -> None:
+        """A sentence that a reader of the numbers needs."""
+        self.notes.append(text)
+        print(f"  {text}", flush=True)
+
+    def write(self) -> None:
+        """Writes the JSON file; call it once the sides are closed, whose CPU time then counts as this run's own."""
+        busy, own = _busy_seconds()[0] - self._busy_before[0], _busy_seconds()[1] - self._busy_before[1]
+        elapsed = _busy_seconds()[2] - self._busy_before[2]
+        RESULTS.mkdir(exist_ok=True)
+        contents = {
+            "benchmark": self.name,
+            "title": self.title,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine(),
+            # Ray's own processes are not children of this one, so this is an upper bound where Ray runs.
+            "cores_used_by_others": round(max(0.0, busy - own) / elapsed, 2),
+            "rows": self.rows,
+            "targets": self.targets,
+            "notes": self.notes,
+        }
+        path = RESULTS / f"{self.name}.json"
+        path.write_text(json.dumps(contents, indent=1) + "\n")
+        print(f"\n  {path.relative_to(ROOT)}\n", flush=True)
+
+
+def machine() -> str:
+    """One line on the processor."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {models[0] if models else platform.processor()}"
+
+
+def _busy_seconds() -> tuple[float, float, float]:
+    """(CPU seconds of the whole machine, CPU seconds of this process and its finished children, wall seconds)."""
+    with open("/proc/stat") as file:
+        user, nice, system = (int(ticks) for ticks in file.readline().split()[1:4])
+    own = os.times()
+    return (
+        (user + nice + system) / os.sysconf("SC_CLK_TCK"),
+        own.user + own.system + own.children_user + own.children_system,
+        time.monotonic(),
+    )
