@@ -1,0 +1,63 @@
+"""FLOPs of a forward pass against torch's own counter, and by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+
+from verl_like.workers.flops import ModelCost
+
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def counted(config, length):
+    """What torch counts: its attention computes all length x length pairs, half of which causality hides."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(length)[None], use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**TINY), LlamaConfig(**TINY, tie_word_embeddings=True), Qwen3Config(**TINY, head_dim=16)],
+    ids=["llama", "tied", "qwen3"],
+)
+def test_flops_of_dense_models_are_those_that_torch_counts(config):
+    cost = ModelCost.of(config)
+    ((per_pair, window),) = cost.per_pair
+    assert window is None
+    for length in (5, 11):
+        rest = counted(config, length) - per_pair * length**2
+        assert rest == (cost.per_token + cost.per_scored_token) * length
+
+
+def test_a_token_pays_for_the_experts_it_is_routed_to():
+    sizes = {**TINY, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
+    experts = 2 * 3 * 32 * 16 + 6 * 32  # two of gate, up and down, and the router
+    assert ModelCost.of(Qwen3MoeConfig(**sizes)).per_token == 2 * 3 * (attention + experts)
+
+
+def test_attention_counts_each_token_with_those_before_within_the_window():
+    cost = ModelCost(per_token=10.0, per_scored_token=100.0, per_pair=((1.0, None), (1000.0, 2)))
+    # Pairs of 4 tokens: 1 + 2 + 3 + 4 = 10, within a window of 2: 1 + 2 + 2 + 2 = 7.
+    assert cost.forward([4, 1]).tolist() == [40 + 400 + 10 + 7000, 10 + 100 + 1 + 1000]
+    assert cost.forward(np.array([4, 1]), num_scored=[1, 0]).tolist() == [40 + 100 + 10 + 7000, 10 + 1 + 1000]
+    assert cost.forward([4], num_scored=0).tolist() == [40 + 10 + 7000]
+
+
+def test_sliding_layers_are_read_from_the_configuration():
+    pair = 4.0 * 4 * 8
+    gemma = Gemma2Config(**TINY, head_dim=8, sliding_window=7)
+    assert {window: flops for flops, window in ModelCost.of(gemma).per_pair} == {7: 2 * pair, None: pair}
+    mistral = MistralConfig(**TINY, head_dim=8, sliding_window=5)
+    assert ModelCost.of(mistral).per_pair == ((3 * pair, 5),)

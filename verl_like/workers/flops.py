@@ -1,0 +1,73 @@
+"""What a model's forward pass costs in floating-point operations, for balancing work and for MFU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+# Legend: S sequences. One multiplication and one addition are two FLOPs; only matrix products count.
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """FLOPs of a causal language model; a training step costs three times its forward pass (recomputation aside)."""
+
+    per_token: float
+    """FLOPs of the decoder layers' matrices for one token; of a mixture of experts those that a token is routed to."""
+    per_scored_token: float
+    """FLOPs of the language-model head for one token."""
+    per_pair: tuple[tuple[float, int | None], ...]
+    """(FLOPs for one query-key pair, window) of layers with the same sliding window; None attends to all before."""
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> "ModelCost":
+        """Counts the matrices of the model, which is built without memory for it.
+
+        Layers without softmax attention (`linear_attention`) count their matrices alone.
+        """
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        ends = {id(head.weight), id(embedding.weight)}
+        active = getattr(hf_config, "num_experts_per_tok", 1)
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and id(parameter) not in ends]
+        # The experts of a layer are stacked: (experts, out, in).
+        used = (matrix.numel() * (active / len(matrix) if matrix.ndim == 3 else 1) for matrix in matrices)
+        heads = hf_config.num_attention_heads
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+        windows: dict[int | None, int] = {}
+        for window in _windows(hf_config):
+            windows[window] = windows.get(window, 0) + 1
+        pair = 4.0 * heads * head_dim  # query with key, and weight with value
+        return cls(2.0 * sum(used), 2.0 * head.weight.numel(), tuple((pair * n, w) for w, n in windows.items()))
+
+    def forward(
+        self, lengths: Sequence[int] | np.ndarray, num_scored: Sequence[int] | np.ndarray | int | None = None
+    ) -> np.ndarray:
+        """FLOPs of one forward pass over each sequence.
+
+        Args:
+            lengths: (S,) tokens.
+            num_scored: (S,) tokens that the head reads; None means all, 0 a model without a language-model head.
+
+        Returns:
+            (S,) float64. Attention is causal: a token attends to itself and to those before, within the window.
+        """
+        length_S = np.asarray(lengths, dtype=np.float64)
+        scored_S = length_S if num_scored is None else np.asarray(num_scored, dtype=np.float64)
+        total_S = self.per_token * length_S + self.per_scored_token * scored_S
+        for flops, window in self.per_pair:
+            reach_S = length_S if window is None else np.minimum(length_S, window)
+            total_S = total_S + flops * (reach_S * (reach_S + 1) / 2 + (length_S - reach_S) * reach_S)
+        return total_S
+
+
+def _windows(hf_config: PretrainedConfig) -> list[int | None]:
+    """The sliding window of each layer with softmax attention; None where it has none."""
+    window = getattr(hf_config, "sliding_window", None)
+    layer_types = getattr(hf_config, "layer_types", None)
+    if layer_types is None:
+        return [window] * hf_config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in layer_types if kind != "linear_attention"]
