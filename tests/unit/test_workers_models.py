@@ -1,16 +1,22 @@
 """The models over packed sequences, against transformers' own unpadded forward and a float64 reference."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
-from tiny_worker_models import PROMPT, make_batch, write_model, write_reward_model
+from tiny_worker_models import PROMPT, VOCABULARY, make_batch, write_model, write_reward_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
     MistralConfig,
-    MistralForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from verl_like.workers import models
@@ -20,6 +26,10 @@ from verl_like.workers.models import PolicyModel, RewardModel, ValueModel, pack
 from verl_like.workers.pretrained import load_config, load_pretrained
 
 FLOAT32 = ForwardFsdpConfig(dtype="float32")
+TINY = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,35 +108,58 @@ def test_chunks_of_the_vocabulary_projection_change_neither_values_nor_gradients
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_changing_one_sequence_changes_no_other(model_path):
+FAMILIES = {
+    "llama": LlamaConfig(**TINY, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**TINY, num_key_value_heads=2, sliding_window=3, use_sliding_window=True, max_window_layers=1),
+    "qwen3": Qwen3Config(**TINY, num_key_value_heads=2, head_dim=16),
+    "mistral": MistralConfig(**TINY, num_key_value_heads=2, sliding_window=3),
+    "gemma": GemmaConfig(**TINY, num_key_value_heads=1, head_dim=8),
+    "gemma2": Gemma2Config(
+        **TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, attn_logit_softcapping=0.5,
+        final_logit_softcapping=None,
+    ),
+    "gemma3": Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, sliding_window_pattern=2),
+}  # fmt: skip
+
+
+def reference_and_packed(config):
+    """The same random weights with transformers' own attention and with ours."""
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    attention = choose_attention(None, "cpu", torch.float32)
+    hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+    hf.load_state_dict(reference.state_dict())
+    return reference, hf
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probs_and_gradients_of_a_family_are_those_of_its_own_attention(family):
+    reference, hf = reference_and_packed(FAMILIES[family])
+    rows = rows_of(make_batch(rows=4))
+    assert rows["attention_mask"].sum(-1).max() > 6  # longer than the windows
+    packed = pack(rows)
+    log_probs_BR = packed.unpack(PolicyModel(hf)(packed, 1.0)[0])
+    log_probs_BR.sum().backward()
+    for row in range(4):
+        expected, _ = reference_scores(reference, rows, row, temperature=1.0)
+        torch.testing.assert_close(log_probs_BR[row, : len(expected)], expected, rtol=0, atol=1e-5)
+        expected.sum().backward()
+    gradients = dict(hf.named_parameters())
+    for name, parameter in reference.named_parameters():
+        error = (gradients[name].grad - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changing_one_sequence_changes_no_other(family):
+    policy = PolicyModel(reference_and_packed(FAMILIES[family])[1])
     rows = rows_of(make_batch(rows=3))
-    policy = PolicyModel(load(AutoModelForCausalLM, model_path))
     before = pack(rows).unpack(policy(pack(rows), 1.0)[0])
     changed = rows | {"input_ids": rows["input_ids"].clone()}
     changed["input_ids"][1, PROMPT - 1] = 40 - changed["input_ids"][1, PROMPT - 1]
     after = pack(changed).unpack(policy(pack(changed), 1.0)[0])
     assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
     assert not torch.equal(before[1], after[1])
-
-
-def test_sliding_window_attention_is_that_of_transformers():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=3, initializer_range=0.3,
-    )  # fmt: skip
-    reference = MistralForCausalLM(copy.deepcopy(config))
-    reference.set_attn_implementation("eager")
-    hf = MistralForCausalLM(config)
-    hf.load_state_dict(reference.state_dict())
-    hf.set_attn_implementation(choose_attention(None, "cpu", torch.float32))
-    rows = rows_of(make_batch(rows=4))
-    packed = pack(rows)
-    log_probs_BR = packed.unpack(PolicyModel(hf)(packed, 1.0)[0])
-    assert rows["attention_mask"].sum(-1).max() > 6
-    for row in range(4):
-        expected, _ = reference_scores(reference, rows, row, temperature=1.0)
-        torch.testing.assert_close(log_probs_BR[row, : len(expected)], expected, rtol=0, atol=1e-5)
 
 
 def test_values_are_read_at_the_token_before_each_response_token(model_path):
@@ -189,6 +222,14 @@ def test_a_new_value_head_depends_on_the_seed_alone(model_path):
 def test_attention_kernels_that_need_a_gpu_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match="on a GPU"):
         choose_attention("varlen", "cpu", torch.bfloat16)
+
+
+def test_a_kernel_that_cannot_bound_attention_logits_is_neither_chosen_nor_accepted():
+    assert choose_attention(None, "cuda", torch.bfloat16, softcap=50.0) != choose_attention(
+        None, "cuda", torch.bfloat16
+    ) or importlib.util.find_spec("flash_attn")
+    with pytest.raises(ValueError, match="cannot bound attention logits"):
+        choose_attention("varlen", "cuda", torch.bfloat16, softcap=50.0)
 
 
 def test_a_greedy_temperature_has_no_log_probs(model_path):

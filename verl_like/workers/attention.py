@@ -1,6 +1,7 @@
 """Causal attention over packed sequences: what lets a forward run without padding and without mixing sequences."""
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,133 +9,178 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-# Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size, L longest sequence.
+from verl_like.workers.sequence_parallel import SequenceParallel
+
+# Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size, L one sequence.
 
 
-def choose_attention(requested: str | None, device: str, dtype: torch.dtype) -> str:
+def choose_attention(requested: str | None, device: str, dtype: torch.dtype, softcap: float | None = None) -> str:
     """Name of the packed attention to load a model with.
 
     Args:
-        requested: the configured `attn_implementation`: None (choose), `sdpa`, `varlen` (torch) or `flash_attention_2`.
+        requested: `override_config.attn_implementation`: None (choose), `sdpa`, `varlen` (torch) or `flash_attention_2`.
         device: `cpu` or `cuda`.
         dtype: the dtype attention computes in; the varlen kernels need bfloat16 or float16.
+        softcap: the bound of the attention logits of models that have one (Gemma 2), which torch's varlen has not.
 
     Raises:
-        ValueError: unknown name, or one that this device, dtype or environment does not have.
+        ValueError: unknown name, or one that this device, dtype, model or environment does not have.
     """
     if requested not in (None, *_PACKED_NAMES):
-        raise ValueError(f"attn_implementation={requested!r} is unknown; use null or one of {sorted(_PACKED_NAMES)}.")
+        raise ValueError(f"attn_implementation={requested!r} is unknown; leave it out or use one of {sorted(_PACKED_NAMES)}.")
     has_flash = importlib.util.find_spec("flash_attn") is not None
-    can_varlen = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if requested == "flash_attention_2" and not has_flash:
         raise ValueError(
             "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: "
-            'pip install -e ".[gpu]", or set attn_implementation=null.'
+            'pip install -e ".[gpu]", or leave override_config.attn_implementation out.'
         )
-    if requested in ("flash_attention_2", "varlen") and not can_varlen:
+    if requested in ("flash_attention_2", "varlen") and not on_gpu:
         raise ValueError(
             f"attn_implementation={requested} computes in bfloat16 or float16 on a GPU, not in {dtype} on {device}; "
-            "set attn_implementation=null."
+            "leave override_config.attn_implementation out."
+        )
+    if requested == "varlen" and softcap is not None:
+        raise ValueError(
+            f"attn_implementation=varlen cannot bound attention logits, which this model does at {softcap}; install "
+            "flash-attn and set attn_implementation=flash_attention_2, or leave it at null."
         )
     if requested is None:
-        requested = "sdpa" if not can_varlen else "flash_attention_2" if has_flash else "varlen"
+        fastest = "flash_attention_2" if has_flash else "varlen" if softcap is None else "sdpa"
+        requested = fastest if on_gpu else "sdpa"
     return _PACKED_NAMES[requested]
 
 
+# (query (1 H N D), key and value (1 G N D), lengths, cu_seqlens, scale, window, softcap) -> (1 N H D)
+Kernel = Callable[..., torch.Tensor]
+
+
+def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
+    """What transformers calls for every layer: `kernel` behind the checks and the exchange of sequence parallelism."""
+
+    @torch.compiler.disable
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        cu_seqlens: torch.Tensor,
+        sequence_lengths: list[int],
+        sequence_parallel: SequenceParallel | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if dropout:
+            raise ValueError(
+                f"The model trains with attention dropout {dropout}, which makes the probability ratio of a policy to "
+                "itself differ from 1; set model.override_config.attention_dropout=0."
+            )
+        if s_aux is not None or not getattr(module, "is_causal", True):
+            kind = "attends to later tokens" if s_aux is None else "has attention sinks"
+            raise ValueError(f"{type(module).__name__} {kind}, which packed attention does not compute.")
+        if sequence_parallel is not None:
+            query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
+        output = kernel(query, key, value, sequence_lengths, cu_seqlens, scaling, sliding_window, softcap)
+        if sequence_parallel is not None:
+            output = sequence_parallel.heads_to_tokens(output)
+        return output, None
+
+    return attend
+
+
 def packed_sdpa(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
     sequence_lengths: list[int],
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention of each sequence to itself, one call per sequence: query (1 H N D), key and value (1 G N D)."""
-    _refuse_dropout(dropout)
+    cu_seqlens: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of each sequence to itself, one call per sequence."""
     outputs = []
-    heads = {"scale": scaling, "enable_gqa": query.size(1) != key.size(1)}
+    enable_gqa = query.size(1) != key.size(1)
     for q, k, v in zip(*(tensor.split(sequence_lengths, dim=2) for tensor in (query, key, value)), strict=True):
         length = q.size(2)
-        if sliding_window is None or length <= sliding_window:
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, **heads))
-        else:
+        mask_LL = None
+        if softcap is not None or (window is not None and length > window):
             distance_LL = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-            window_LL = (distance_LL >= 0) & (distance_LL < sliding_window)
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=window_LL, **heads))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+            mask_LL = (distance_LL >= 0) & (distance_LL < (window or length))
+        if softcap is not None:
+            outputs.append(_softcapped(q, k, v, mask_LL, scale, softcap))
+        else:
+            causal = {"attn_mask": mask_LL, "is_causal": mask_LL is None}
+            outputs.append(F.scaled_dot_product_attention(q, k, v, **causal, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _softcapped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask_LL: torch.Tensor, scale: float | None, softcap: float
+) -> torch.Tensor:
+    """Attention with the logits bounded by softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)."""
+    k, v = (tensor.repeat_interleave(q.size(1) // tensor.size(1), dim=1) for tensor in (k, v))
+    logits_LL = q @ k.transpose(2, 3) * (q.size(-1) ** -0.5 if scale is None else scale)
+    logits_LL = (softcap * torch.tanh(logits_LL / softcap)).masked_fill(~mask_LL, -torch.inf)
+    return logits_LL.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def packed_varlen(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    cu_seqlens: torch.Tensor,
     sequence_lengths: list[int],
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """The same by torch's variable-length kernel, in one call: query (1 H N D), key and value (1 G N D)."""
-    _refuse_dropout(dropout)
+    cu_seqlens: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same by torch's variable-length kernel, in one call."""
+    assert softcap is None, "choose_attention gives a model with bounded logits another kernel"
     longest = max(sequence_lengths)
     output_NHD = varlen_attn(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
         *(cu_seqlens, cu_seqlens, longest, longest),
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.size(1) != key.size(1),
     )
-    return output_NHD.unsqueeze(0), None
+    return output_NHD.unsqueeze(0)
 
 
 def packed_flash(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    cu_seqlens: torch.Tensor,
     sequence_lengths: list[int],
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """The same by flash-attn's variable-length kernel, in one call: query (1 H N D), key and value (1 G N D)."""
+    cu_seqlens: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same by flash-attn's variable-length kernel, in one call."""
     from flash_attn import flash_attn_varlen_func
 
-    _refuse_dropout(dropout)
     longest = max(sequence_lengths)
     output_NHD = flash_attn_varlen_func(
         *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
         *(cu_seqlens, cu_seqlens, longest, longest),
-        softmax_scale=scaling,
+        softmax_scale=scale,
         causal=True,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
     )
-    return output_NHD.unsqueeze(0), None
-
-
-def _refuse_dropout(dropout: float) -> None:
-    if dropout:
-        raise ValueError(
-            f"The model trains with attention dropout {dropout}, which makes the probability ratio of a policy to "
-            "itself differ from 1; set model.override_config.attention_dropout=0."
-        )
+    return output_NHD.unsqueeze(0)
 
 
 # transformers gives names containing "flash" a meaning of its own, and builds no mask for names it does not know.
 _PACKED_NAMES = {"sdpa": "packed_sdpa", "varlen": "packed_varlen", "flash_attention_2": "packed_fa2"}
-AttentionInterface.register("packed_sdpa", packed_sdpa)
-AttentionInterface.register("packed_varlen", packed_varlen)
-AttentionInterface.register("packed_fa2", packed_flash)
+AttentionInterface.register("packed_sdpa", _attention(packed_sdpa))
+AttentionInterface.register("packed_varlen", _attention(packed_varlen))
+AttentionInterface.register("packed_fa2", _attention(packed_flash))

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from verl_like.workers.sequence_parallel import SequenceShare
+
 # Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
 # S sequences, V vocabulary, D hidden size.
 
@@ -39,9 +41,13 @@ class PackedBatch:
     """(M,) int64, the response tokens themselves."""
     response_mask: torch.Tensor
     """(B, R) bool, where in the padded rows the M scored tokens lie."""
+    share: SequenceShare | None = None
+    """Under sequence parallelism, which part this is: tokens and scored tokens are then this rank's alone."""
 
     def unpack(self, scored_values: torch.Tensor) -> torch.Tensor:
-        """(M,) -> (B, R) float32, zero outside the response mask; differentiable."""
+        """(M,) -> (B, R) float32, zero outside the response mask; differentiable; a share's values are gathered."""
+        if self.share is not None:
+            scored_values = self.share.gather(scored_values)
         padded = torch.zeros(self.response_mask.shape, dtype=torch.float32, device=scored_values.device)
         return padded.masked_scatter(self.response_mask, scored_values.float())
 
@@ -92,6 +98,7 @@ class PackedModel(nn.Module):
             use_cache=False,
             cu_seqlens=packed.cu_seqlens,
             sequence_lengths=packed.sequence_lengths,
+            sequence_parallel=packed.share and packed.share.parallel,
         )
         return outputs.last_hidden_state[0]
 

@@ -49,7 +49,12 @@ def load_pretrained(
         hf_config.num_labels = 1
     options = {
         "dtype": getattr(torch, fsdp.model_dtype),
-        "attn_implementation": choose_attention(config.attn_implementation, device, getattr(torch, fsdp.dtype)),
+        "attn_implementation": choose_attention(
+            config.attn_implementation,
+            device,
+            getattr(torch, fsdp.dtype),
+            softcap=getattr(hf_config, "attn_logit_softcapping", None),
+        ),
         "trust_remote_code": config.trust_remote_code,
     }
     if not weights:
@@ -86,7 +91,7 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except OSError as error:
         raise ValueError(f"{key}.path={config.path}: neither a folder nor a model of the hub ({error}).") from error
-    for name, value in config.override_config.items():
+    for name, value in config.hf_overrides.items():
         if not hasattr(hf_config, name):
             raise ValueError(
                 f"{key}.override_config.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
@@ -97,8 +102,8 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
 
 
 def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that `tokenizer_path` names."""
-    path = os.path.expanduser(config.tokenizer_path or config.path)
+    """The model's tokenizer, or the one that the policy's `tokenizer_path` names."""
+    path = os.path.expanduser(config.tokenizer)
     return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
