@@ -9,7 +9,7 @@ import torch
 from toy_workers import Grandchild, ToyWorker
 
 from verl_like.protocol import DataProto, DataProtoFuture
-from verl_like.single_controller import CallEvent, PerRank, WorkerError, WorkerGroup
+from verl_like.single_controller import CallEvent, Ordered, PerRank, WorkerError, WorkerGroup
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -234,6 +234,19 @@ def test_a_future_is_handed_on_between_groups_of_any_size(groups, rows):
     assert back.get().batch["scaled"].tolist() == expected, "fewer ranks"
     assert four.echo(back).batch["scaled"].tolist() == expected, "more ranks"
     assert two.describe(back) == [f"DataProto of {rows}"] * 2, "whole, where the mode does not split"
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_an_ordered_batch_is_dealt_in_its_order_and_comes_back_in_the_batchs(groups, call, rows):
+    four, two = groups
+    order = [6, 0, 5, 1, 4, 2, 3, 7][:rows]
+    data = batch_of(rows)
+    result = call(four.scale_values, Ordered(data, order))
+    assert result.batch["scaled"].tolist() == [10.0 * row for row in range(rows)]
+    assert result.non_tensor_batch["uid"].tolist() == [f"0-{row}" for row in range(rows)]
+    assert result.batch["rank"][order].tolist() == [0, 0, 1, 1, 2, 2, 3, 3][:rows]
+    future = four.scale_values.remote(Ordered(data, order))
+    assert two.echo(future).batch["scaled"].tolist() == [10.0 * row for row in range(rows)]
 
 
 def test_parts_of_a_handed_on_future_go_to_the_rank_of_the_same_number(four):

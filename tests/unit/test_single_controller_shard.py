@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_like.protocol import DataProto, Part
-from verl_like.single_controller import CallHeader
-from verl_like.single_controller.shard import BatchShard
+from verl_like.single_controller import CallHeader, Ordered
+from verl_like.single_controller.shard import BatchShard, split_order
 
 
 def parts_of(sizes: list[int]) -> tuple[Part, ...]:
@@ -88,3 +88,41 @@ def test_a_shard_of_a_batch_with_only_meta_info_is_the_whole_batch():
 
 def test_a_description_of_a_shard_is_small_however_large_the_batch():
     assert len(pickle.dumps(BatchShard(parts_of([1000] * 8), 3, 8))) < 1000
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), count=st.integers(1, 7), data=st.data())
+def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(sizes, count, data):
+    total = sum(sizes)
+    if total == 0:
+        return
+    order = np.array(data.draw(st.permutations(range(total))))
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    per_shard = int(np.ceil(total / count))
+    for index, positions in enumerate(split_order(order, count)):
+        numbers = np.arange(index * per_shard, (index + 1) * per_shard)
+        assert positions.tolist() == order[numbers % total].tolist()
+        store = Store(sizes)
+        shard = BatchShard(parts_of(sizes), index, count, positions=positions, total=total, ordered=True)
+        resolved = shard.resolve(store)
+        assert resolved.data.batch["row"].tolist() == positions.tolist()
+        assert resolved.data.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
+        assert resolved.num_real_rows == int((numbers < total).sum()) and resolved.ordered
+        assert store.fetched == sorted(set(owner[positions])), "only the parts that hold its rows, once each"
+
+
+def test_contiguous_positions_stay_a_view():
+    data = DataProto.from_dict({"row": torch.arange(6)})
+    part = Part(CallHeader(rows=6), data)
+    shard = BatchShard((part,), 1, 2, positions=np.array([2, 3, 4]), total=6)
+    assert shard.resolve(list).data.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
+
+
+def test_an_order_for_another_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="an order of 4 rows was given for a future of 5 rows"):
+        BatchShard(parts_of([5]), 0, 2, positions=np.array([3, 2]), total=4).resolve(Store([5]))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3], [[0, 1, 2]]])
+def test_an_order_must_name_each_row_once(order):
+    with pytest.raises(ValueError, match="names each of its 3 rows once"):
+        Ordered(DataProto.from_dict({"row": torch.arange(3)}), order)

@@ -272,8 +272,9 @@ class DataProto:
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
 
     @staticmethod
-    def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts, in order. A part without rows adds only its meta_info.
+    def concat(data: Sequence["DataProto"], places: torch.Tensor | None = None) -> "DataProto":
+        """The rows of all parts, in order, or row i at places[i] of the result: `places` (rows,) int64 is a
+        permutation. A part without rows adds only its meta_info.
 
         meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into lists, anything else
         must be equal wherever it is present. Raises ValueError for an empty list, and for columns or meta_info that
@@ -286,10 +287,9 @@ class DataProto:
             part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
-            with_columns = [part for part in data if part.tensors() or part.non_tensor_batch]
-            filled = (with_columns or list(data))[:1]
-        tensors = concat_parts("batch", [part.tensors() for part in filled])
-        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
+            filled = ([part for part in data if part.tensors() or part.non_tensor_batch] or list(data))[:1]
+        tensors = concat_parts("batch", [part.tensors() for part in filled], places)
+        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled], places)
         batch, first = None, filled[0].batch
         if first is not None:
             batch = TensorDict(tensors, batch_size=[sum(map(len, filled))], device=first.device)

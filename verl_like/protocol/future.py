@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+import numpy as np
+
 from verl_like.protocol.dataproto import DataProto
 
 T = TypeVar("T")
@@ -67,7 +69,17 @@ class Future(Generic[T]):
 
 
 class DataProtoFuture(Future[DataProto]):
-    """A batch whose rows are still with the ranks that make them. Handed to another group it forwards `parts`."""
+    """A batch whose rows are still with the ranks that make them. Handed to another group it forwards `parts`.
+
+    `order` (rows,) int64 is set where the ranks worked on the batch in another order: row i of the parts is row
+    order[i] of the batch.
+    """
+
+    def __init__(
+        self, call: PendingCall, collect: Callable[[list[Any]], DataProto], order: np.ndarray | None = None
+    ) -> None:
+        super().__init__(call, collect)
+        self.order = order
 
     @property
     def parts(self) -> list[Part]:
@@ -80,6 +92,8 @@ class DataProtoFuture(Future[DataProto]):
         raises ValueError if the rows do not divide, as DataProto.chunk does."""
         if chunks <= 0:
             raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
+        if self.order is not None:
+            raise ValueError("chunk: the ranks hold these rows in another order than the batch; chunk future.get().")
         whole = self._call if isinstance(self._call, _ChunkCall) else _ChunkCall(self._call, 0, 1)
         first, count = whole.index * chunks, whole.count * chunks
         calls = [_ChunkCall(whole.call, first + offset, count) for offset in range(chunks)]
@@ -153,6 +167,8 @@ class _ConcatCall:
         return all(future.done() for future in self.futures)
 
     def parts(self) -> list[Part]:
+        if any(future.order is not None for future in self.futures):
+            raise ValueError("concat: the ranks hold the rows of a future in another order than its batch; use get().")
         return [part for future in self.futures for part in future.parts]
 
     def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:

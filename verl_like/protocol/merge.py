@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
@@ -97,8 +98,9 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same, matching columns."""
+def concat_parts(place: str, parts: Sequence[Mapping[str, Any]], places: torch.Tensor | None = None) -> dict[str, Any]:
+    """Every column of `parts` concatenated by rows, as by `concat_columns`; ValueError unless all parts have the same,
+    matching columns."""
     for index, part in enumerate(parts):
         differing = part.keys() ^ parts[0].keys()
         if differing:
@@ -106,7 +108,7 @@ def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, An
                 f"concat: {names(differing)} in {place} not in all parts (compare the non-empty parts 0 and {index}); "
                 "select or pop the same columns in every part."
             )
-    return {name: concat_columns(name, [part[name] for part in parts]) for name in parts[0]}
+    return {name: concat_columns(name, [part[name] for part in parts], places) for name in parts[0]}
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,7 @@ from verl_like.single_controller.decorator import (
 )
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.resource_pool import ResourcePool
+from verl_like.single_controller.shard import Ordered
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
@@ -21,6 +22,7 @@ __all__ = [
     "ClassWithInitArgs",
     "Dispatch",
     "Execute",
+    "Ordered",
     "PerRank",
     "ResourcePool",
     "Worker",

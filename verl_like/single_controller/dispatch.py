@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from verl_like.protocol import DataProto, DataProtoFuture
+from verl_like.single_controller.shard import Ordered
 
 if TYPE_CHECKING:
     from verl_like.single_controller.worker_group import WorkerGroup
 
 # (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one entry per rank.
 DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
-CollectFn = Callable[[Any, list[Any]], Any]
+CollectFn = Callable[..., Any]  # (group, outputs by rank) -> the caller's value
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class DispatchMode:
     """A named pair of dispatch and collect function.
 
     `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the ranks that hold it,
-    and makes the future of a call a DataProtoFuture.
+    and makes the future of a call a DataProtoFuture. Their collect function takes, as `order`, where each of these
+    rows goes.
     """
 
     name: str
@@ -44,7 +49,7 @@ def replicate(group: WorkerGroup, value: Any) -> list[Any]:
 
 def split_batch(group: WorkerGroup, value: Any) -> list[Any]:
     """Split a batch, or the future of one, over the ranks; anything else is given to every rank whole."""
-    if isinstance(value, DataProto | DataProtoFuture):
+    if isinstance(value, DataProto | DataProtoFuture | Ordered):
         return group.split(value, group.world_size)
     return replicate(group, value)
 
@@ -97,14 +102,15 @@ def collect_rank_zero(group: Any, outputs: list[Any]) -> Any:
     return outputs[0]
 
 
-def collect_batch(group: Any, outputs: list[Any]) -> DataProto:
+def collect_batch(group: Any, outputs: list[Any], order: np.ndarray | None = None) -> DataProto:
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
             raise ValueError(
                 f"rank {rank} of {group.role} returned {type(output).__name__}, but this dispatch mode concatenates "
                 "DataProtos: return one, or register the method with DP_COMPUTE_METRIC (a list of per-rank results)"
             )
-    return DataProto.concat(outputs)
+    has_rows = any(len(output) for output in outputs)
+    return DataProto.concat(outputs, torch.from_numpy(order) if order is not None and has_rows else None)
 
 
 def all_ranks(group: WorkerGroup) -> list[int]:
@@ -121,15 +127,15 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
         mesh = group.mesh(mesh_name)
 
         def spread(value: Any) -> list[Any]:
-            if not isinstance(value, DataProto | DataProtoFuture):
+            if not isinstance(value, DataProto | DataProtoFuture | Ordered):
                 return replicate(group, value)
             shards = group.split(value, mesh.dp_size)
             return [shards[dp_rank] for dp_rank in mesh.dp_ranks]
 
         return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
 
-    def collect(group: Any, outputs: list[Any]) -> DataProto:
-        return collect_batch(group, [outputs[rank] for rank in group.mesh(mesh_name).collect_ranks])
+    def collect(group: Any, outputs: list[Any], order: np.ndarray | None = None) -> DataProto:
+        return collect_batch(group, [outputs[rank] for rank in group.mesh(mesh_name).collect_ranks], order)
 
     return {
         "name": f"MESH[{mesh_name}]",

@@ -85,7 +85,14 @@ class Invoker:
         if not isinstance(result, DataProto):
             return result
         result = result.select().to("cpu")
-        return _without_padding(result, shards[0], method) if shards else result
+        if not shards:
+            return result
+        if shards[0].ordered and len(result) not in (0, shards[0].num_rows):
+            raise ValueError(
+                f"{method} returned {len(result)} rows for {shards[0].num_rows} input rows: with an Ordered batch "
+                "return one row per input row, in order, or only meta_info"
+            )
+        return _without_padding(result, shards[0], method)
 
 
 def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> DataProto:

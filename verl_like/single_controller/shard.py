@@ -6,13 +6,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl_like.protocol import PAD_COLUMN, DataProto, Part
+from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
 
 # Turns references into values, in order; anything that is not a reference of the backend passes through.
 Fetch = Callable[[list[Any]], list[Any]]
+RowNumbers = Sequence[int] | np.ndarray | torch.Tensor
+
+
+class Ordered:
+    """A batch of which rank i of a group gets the i-th equal slice of `order`, instead of the i-th slice of its rows.
+
+    The result comes back in the batch's own order. The batch itself is not copied: each rank gathers its rows.
+
+    Args:
+        batch: or the future of one.
+        order: (rows,) the row numbers of the batch, each of them once.
+
+    Raises:
+        ValueError: `order` is not a permutation of the rows.
+    """
+
+    def __init__(self, batch: DataProto | DataProtoFuture, order: RowNumbers) -> None:
+        self.batch = batch
+        self.order = np.asarray(order, dtype=np.int64)
+        rows = len(batch) if isinstance(batch, DataProto) else self.order.size
+        if self.order.shape != (rows,) or not np.array_equal(np.sort(self.order), np.arange(rows)):
+            raise ValueError(
+                f"the order of an Ordered batch names each of its {rows} rows once, got {self.order.shape} numbers: "
+                f"{self.order[:20].tolist()}"
+            )
 
 
 @dataclass(frozen=True)
@@ -23,6 +49,7 @@ class ResolvedShard:
     num_rows: int
     num_real_rows: int
     padded: bool  # some rank of this call holds padding rows
+    ordered: bool  # the results go to the places where the rows are in the batch
     marked_before: bool  # the batch had a column is_pad of its own
 
 
@@ -33,36 +60,56 @@ class BatchShard:
     Every shard has ceil(rows / count) rows. Where that is more than the batch has, the rows wrap around to the batch's
     first ones, and every shard carries the bool column `is_pad` that marks them. A batch without rows (only meta_info)
     is given to every rank whole.
+
+    `positions` (ceil(rows / count),) int64 says which of the `total` rows of the parts these are; without it they are
+    one after the other. `ordered` is for results: see ResolvedShard.
     """
 
     parts: tuple[Part, ...]
     index: int
     count: int
     columns: tuple[str, ...] | None = None  # None: all
+    positions: np.ndarray | None = None
+    total: int = 0
+    ordered: bool = False
 
     def resolve(self, fetch: Fetch) -> ResolvedShard:
-        """Fetch only the parts that hold this shard's rows; contiguous rows of one part stay a view."""
+        """Fetch only the parts that hold this shard's rows; contiguous rows of one part stay a view, others are
+        gathered with one copy."""
         part_rows = [header.rows for header in fetch([part.header for part in self.parts])]
         total = sum(part_rows)
         if total == 0:
             whole = DataProto.concat(fetch([part.payload for part in self.parts]))
-            return ResolvedShard(whole, 0, 0, padded=False, marked_before=False)
+            return ResolvedShard(whole, 0, 0, padded=False, ordered=False, marked_before=False)
+        if self.positions is not None and total != self.total:
+            raise ValueError(f"an order of {self.total} rows was given for a future of {total} rows: order all of them")
         num_rows = -(-total // self.count)
         first = self.index * num_rows
-        pieces = _locate_rows(part_rows, first, num_rows)
-        needed = sorted({part for part, _, _ in pieces})
-        payloads = dict(zip(needed, fetch([self.parts[part].payload for part in needed]), strict=True))
-        views = [self._select(payloads[part]).rows(start, stop) for part, start, stop in pieces]
-        data = views[0] if len(views) == 1 else DataProto.concat(views)
+        positions = np.arange(first, first + num_rows) % total if self.positions is None else self.positions
+        data = self._gather(fetch, part_rows, positions)
         for array in data.non_tensor_batch.values():
             array.flags.writeable = False  # a view of shared rows: NumPy itself refuses to write into it
+        padded, num_real_rows = num_rows * self.count != total, min(num_rows, max(0, total - first))
         marked_before = PAD_COLUMN in data.tensors()
-        if num_rows * self.count == total:
-            return ResolvedShard(data, num_rows, num_rows, padded=False, marked_before=marked_before)
-        num_real_rows = min(num_rows, max(0, total - first))
-        is_pad = torch.arange(num_rows) >= num_real_rows
-        data = _with_pad_column(data, is_pad)
-        return ResolvedShard(data, num_rows, num_real_rows, padded=True, marked_before=marked_before)
+        if padded:
+            data = _with_pad_column(data, torch.arange(num_rows) >= num_real_rows)
+        return ResolvedShard(data, num_rows, num_real_rows, padded, self.ordered, marked_before)
+
+    def _gather(self, fetch: Fetch, part_rows: list[int], positions: np.ndarray) -> DataProto:
+        """The rows at `positions` of the parts, in that order."""
+        ends = np.cumsum(part_rows)
+        owner = np.searchsorted(ends, positions, side="right")
+        needed = np.unique(owner).tolist()
+        taken, places = [], []
+        for part, payload in zip(needed, fetch([self.parts[part].payload for part in needed]), strict=True):
+            (place,) = np.nonzero(owner == part)
+            taken.append(_take(self._select(payload), positions[place] - (ends[part] - part_rows[part])))
+            places.append(place)
+        if len(taken) == 1:
+            return taken[0]
+        place = np.concatenate(places)
+        in_order = np.array_equal(place, np.arange(len(place)))
+        return DataProto.concat(taken, None if in_order else torch.from_numpy(place))
 
     def _select(self, data: DataProto) -> DataProto:
         return data if self.columns is None else select_columns(data, self.columns)
@@ -92,21 +139,17 @@ def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
     )
 
 
-def _locate_rows(part_rows: list[int], first: int, count: int) -> list[tuple[int, int, int]]:
-    """(part, start, stop) pieces that hold `count` rows from row `first` on, wrapping around at the end."""
-    total = sum(part_rows)
-    pieces = []
-    position, remaining = first % total, count
-    while remaining:
-        offset = 0
-        for part, rows in enumerate(part_rows):
-            start, stop = max(position - offset, 0), min(rows, position + remaining - offset)
-            if start < stop:
-                pieces.append((part, start, stop))
-            offset += rows
-        remaining -= min(remaining, total - position)
-        position = 0
-    return pieces
+def split_order(order: np.ndarray, count: int) -> list[np.ndarray]:
+    """`count` equally long slices of a batch's row numbers, which wrap around to the first ones at the end."""
+    return np.split(np.resize(order, -(-len(order) // count) * count), count)
+
+
+def _take(data: DataProto, rows: np.ndarray) -> DataProto:
+    """The rows at these numbers: a view if they are contiguous, else a copy."""
+    first = int(rows[0])
+    if np.array_equal(rows, np.arange(first, first + len(rows))):
+        return data.rows(first, first + len(rows))
+    return data.select_idxs(rows)
 
 
 def _with_pad_column(data: DataProto, is_pad: torch.Tensor) -> DataProto:

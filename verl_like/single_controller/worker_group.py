@@ -9,11 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import MethodSpec, PerRank, check_reads, registered_methods
-from verl_like.single_controller.dispatch import CollectFn, all_ranks, collect_rank_zero
-from verl_like.single_controller.shard import BatchShard, ForwardedFuture, column_names, select_columns
+from verl_like.single_controller.dispatch import CollectFn, Dispatch, all_ranks, collect_rank_zero
+from verl_like.single_controller.shard import (
+    BatchShard,
+    ForwardedFuture,
+    Ordered,
+    column_names,
+    select_columns,
+    split_order,
+)
 from verl_like.single_controller.worker import Worker
 
 
@@ -105,15 +114,26 @@ class WorkerGroup(abc.ABC):
     def shutdown(self) -> None:
         """Stop the ranks; the group is of no use afterwards."""
 
-    def split(self, data: DataProto | DataProtoFuture, count: int) -> list[BatchShard]:
+    def split(self, data: DataProto | DataProtoFuture | Ordered, count: int) -> list[BatchShard]:
         """`count` shards of equally many rows; a DataProto is put into the backend's store once."""
-        if isinstance(data, DataProto):
-            if len(data) == 0 and column_names(data):
-                raise ValueError(f"the batch given to {self.role} has columns {sorted(column_names(data))} but no rows")
-            parts = [Part(CallHeader(rows=len(data)), self.put(data))]
+        batch, order = (data.batch, data.order) if isinstance(data, Ordered) else (data, None)
+        if isinstance(batch, DataProto):
+            if len(batch) == 0 and column_names(batch):
+                columns = sorted(column_names(batch))
+                raise ValueError(f"the batch given to {self.role} has columns {columns} but no rows")
+            parts = [Part(CallHeader(rows=len(batch)), self.put(batch))]
         else:
-            parts = data.parts
-        return [BatchShard(tuple(parts), index, count) for index in range(count)]
+            parts = batch.parts
+            if batch.order is not None:
+                position = np.argsort(batch.order)  # where the parts have each row of the batch
+                order = position if order is None else position[order]
+        if order is None or len(order) == 0:
+            return [BatchShard(tuple(parts), index, count) for index in range(count)]
+        ordered = isinstance(data, Ordered)
+        return [
+            BatchShard(tuple(parts), index, count, positions=positions, total=len(order), ordered=ordered)
+            for index, positions in enumerate(split_order(order, count))
+        ]
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The coordinates that the ranks registered, asked for once."""
@@ -152,9 +172,10 @@ class BoundMethod:
         """Submit the call and return its future."""
         group, spec = self.group, self.spec
         self._signature.bind(None, *args, **kwargs)
-        batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
-        if not any(isinstance(value, DataProtoFuture) for value in (*args, *kwargs.values())):
-            check_reads(group.role, spec, batches)
+        order = self._order((*args, *kwargs.values()))
+        batches = [value.batch if isinstance(value, Ordered) else value for value in (*args, *kwargs.values())]
+        if not any(isinstance(value, DataProtoFuture) for value in batches):
+            check_reads(group.role, spec, [value for value in batches if isinstance(value, DataProto)])
         args, kwargs = tuple(self._selected(v) for v in args), {k: self._selected(v) for k, v in kwargs.items()}
         mode = spec.dispatch_mode
         if spec.only_rank_zero:
@@ -182,11 +203,27 @@ class BoundMethod:
         if mode.collect_ranks is None:
             return ValueFuture(group.submit(spec, calls, all_ranks(group)), mode.collect_fn, facts, group)
         pending = group.submit(spec, calls, mode.collect_ranks(group))
-        return DataProtoFuture(pending, functools.partial(mode.collect_fn, group))
+        collect = functools.partial(mode.collect_fn, group)
+        return DataProtoFuture(pending, collect if order is None else functools.partial(collect, order=order), order)
+
+    def _order(self, values: Sequence[Any]) -> np.ndarray | None:
+        """The order of the Ordered batch of a call, which is then its only batch: the results go by it."""
+        ordered = [value for value in values if isinstance(value, Ordered)]
+        if not ordered:
+            return None
+        where = f"{self.group.role}.{self.spec.name}"
+        if len([value for value in values if isinstance(value, DataProto | DataProtoFuture | Ordered)]) > 1:
+            raise ValueError(f"{where} got an Ordered batch beside another one: unite them into one batch")
+        mode = self.spec.dispatch_mode
+        if mode.collect_ranks is None and mode is not Dispatch.DP_COMPUTE_METRIC:
+            raise ValueError(f"{where} got an Ordered batch, but {mode.name} does not split batches: give the batch")
+        return ordered[0].order
 
     def _selected(self, value: Any) -> Any:
         """A batch without the columns that the method does not read."""
         columns = self.spec.read_columns
+        if isinstance(value, Ordered) and isinstance(value.batch, DataProto) and columns is not None:
+            return Ordered(select_columns(value.batch, columns), value.order)
         return select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
 
     def _check_dispatched(self, values: Sequence[Any]) -> None:
