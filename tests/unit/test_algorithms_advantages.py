@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_like.algorithms import (
     AdvantageInputs,
@@ -11,7 +13,7 @@ from verl_like.algorithms import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, discounted_sums
 
 NAN, INF = float("nan"), float("inf")
 
@@ -84,6 +86,56 @@ def test_gae_matches_the_numpy_reference_with_padding_holes_and_empty_rows(gamma
     expected_advantages, expected_returns = gae_reference(rewards.numpy(), values.numpy(), mask.numpy(), gamma, lam)
     np.testing.assert_allclose(returns.numpy(), expected_returns, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(advantages.numpy(), expected_advantages, rtol=1e-5, atol=1e-5)
+
+
+def recurrence(rewards, values, mask, gamma, lam):
+    """One row's returns, token by token from the end; a masked token passes on what came after it, as in verl."""
+    next_value = next_advantage = 0.0
+    returns = np.zeros(len(rewards))
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            next_advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * next_advantage
+            next_value = values[t]
+            returns[t] = next_advantage + values[t]
+    return returns
+
+
+@given(
+    length=st.sampled_from([1, 2, 63, 64, 65, 127, 128, 200]),
+    kept=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**31),
+)
+def test_gae_equals_the_recurrence_for_any_holes_and_lengths_around_its_block(length, kept, gamma, lam, dtype, seed):
+    rng = np.random.default_rng(seed)
+    rewards, values = rng.standard_normal((2, 3, length))
+    mask = rng.random((3, length)) < kept
+    expected = np.stack([recurrence(*row, gamma, lam) for row in zip(rewards, values, mask, strict=True)])
+    dirty = [torch.from_numpy(np.where(mask, column, np.nan)).to(dtype) for column in (rewards, values)]
+    _, returns = compute_gae_advantage_return(*dirty, torch.from_numpy(mask), gamma, lam)
+    assert returns.dtype == dtype
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    np.testing.assert_allclose(returns.numpy(), expected, rtol=tolerance, atol=tolerance * 30)
+
+
+def test_gae_of_many_long_rows_is_that_of_each_row_alone():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 5, 300_000, generator=generator)  # more than are computed at a time
+    mask = torch.rand(5, 300_000, generator=generator) < 0.9
+    _, returns = compute_gae_advantage_return(rewards, values, mask, 0.999, 1.0)
+    for row in range(5):
+        alone = compute_gae_advantage_return(rewards[[row]], values[[row]], mask[[row]], 0.999, 1.0)[1]
+        torch.testing.assert_close(returns[[row]], alone, rtol=0, atol=0)
+
+
+def test_discounted_sums_of_ones_are_the_geometric_series_also_without_and_with_full_discount():
+    ones = torch.ones(1, 128, dtype=torch.float64)
+    steps_left = torch.arange(128, 0, -1, dtype=torch.float64)
+    torch.testing.assert_close(discounted_sums(ones, 0.5)[0], 2 - 0.5 ** (steps_left - 1))
+    assert torch.equal(discounted_sums(ones, 1.0)[0], steps_left)
+    assert torch.equal(discounted_sums(ones, 0.0), ones)
 
 
 def test_gae_ignores_nan_and_infinity_at_masked_positions():

@@ -53,6 +53,9 @@ AdvantageEstimatorFn = Callable[[AdvantageInputs], tuple[torch.Tensor, torch.Ten
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimatorFn] = {}
 
+_GAE_BLOCK = 64
+_TOKENS_IN_CACHE = 1 << 19
+
 
 def register_adv_est(name: str) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
     """Decorator: makes an estimator known as `name`.
@@ -111,21 +114,56 @@ def compute_gae_advantage_return(
         advantages and returns, (B, R), 0 where the mask is 0.
     """
     with torch.no_grad():
-        # Time first: each step of the recursion then reads one contiguous row.
-        rewards_RB = zero_masked(token_level_rewards, response_mask).t().contiguous()
-        values_RB = zero_masked(values, response_mask).t().contiguous()
-        valid_RB = response_mask.bool().t().contiguous()
-        advantages_RB = torch.zeros_like(rewards_RB)
-        next_values = values.new_zeros(len(values))
-        next_advantages = rewards_RB.new_zeros(len(values))
-        for t in reversed(range(len(rewards_RB))):
-            delta = rewards_RB[t] + gamma * next_values - values_RB[t]
-            next_advantages = torch.where(valid_RB[t], delta + gamma * lam * next_advantages, next_advantages)
-            next_values = torch.where(valid_RB[t], values_RB[t], next_values)
-            advantages_RB[t] = next_advantages
-        advantages = advantages_RB.t().contiguous()
-        returns = zero_masked(advantages + values, response_mask)
-        return masked_whiten(advantages, response_mask), returns
+        valid = response_mask.bool()
+        advantages, returns = torch.empty_like(values), torch.empty_like(values)
+        for rows in _few_rows(valid):
+            advantages[rows], returns[rows] = _gae(token_level_rewards[rows], values[rows], valid[rows], gamma, lam)
+        return masked_whiten(advantages, valid), returns
+
+
+def _few_rows(matrix: torch.Tensor) -> list[slice]:
+    """Slices of the rows of (B, R), few enough at a time that what is computed for them stays in the cache."""
+    at_once = max(1, _TOKENS_IN_CACHE // max(1, matrix.size(-1)))
+    return [slice(start, start + at_once) for start in range(0, len(matrix), at_once)]
+
+
+def _gae(
+    rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages before whitening, and returns, (B, R); `valid` (B, R) is bool."""
+    num_rows, length = values.shape
+    # Each row's valid tokens move to the left, W positions wide: a multiple of the block, at least R + 1. Position R
+    # takes what is not valid and is then cleared, so that zeros follow the last token and lie where masked tokens read.
+    width = (length // _GAE_BLOCK + 1) * _GAE_BLOCK
+    position = torch.where(valid, valid.cumsum(-1) - 1, length)
+
+    def left_aligned(columns: torch.Tensor) -> torch.Tensor:
+        aligned = columns.new_zeros(num_rows, width).scatter_(1, position, columns)
+        aligned[:, length] = 0.0
+        return aligned
+
+    values_BW = left_aligned(values)
+    delta_BW = left_aligned(rewards).sub_(values_BW)
+    delta_BW[:, :-1].add_(values_BW[:, 1:], alpha=gamma)
+    advantages_BW = discounted_sums(delta_BW, gamma * lam)
+    returns_BW = values_BW.add_(advantages_BW)
+    return advantages_BW.gather(1, position), returns_BW.gather(1, position)
+
+
+def discounted_sums(terms: torch.Tensor, discount: float) -> torch.Tensor:
+    """S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W); W divides into blocks of 64.
+
+    Within a block that is a product with the triangular matrix of the powers; from block to block only the first sum is
+    carried: S_t += discount^(distance to the next block) S_(first of the next block). The powers are at most the ones
+    the sum itself contains, so nothing overflows that the recurrence S_t = terms_t + discount S_(t+1) would not.
+    """
+    steps = torch.arange(_GAE_BLOCK + 1, dtype=torch.float64, device=terms.device)
+    powers = (discount**steps).to(terms.dtype)  # 0^0 = 1
+    distance = (steps[:-1].unsqueeze(1) - steps[:-1]).long()
+    sums = terms.view(len(terms), -1, _GAE_BLOCK) @ powers[distance.clamp(min=0)].tril()
+    for block in reversed(range(sums.size(1) - 1)):
+        sums[:, block].addr_(sums[:, block + 1, 0], powers[1:].flip(0))
+    return sums.view_as(terms)
 
 
 def compute_grpo_outcome_advantage(
@@ -156,10 +194,13 @@ def compute_grpo_outcome_advantage(
         The advantages (B, R), 0 where the mask is 0, twice: GRPO has no separate returns.
     """
     with torch.no_grad():
+        valid = response_mask.bool()
         # float64: in a group of equal scores the mean is then exact and each advantage exactly 0; in float32 the
         # rounding error of the mean, divided by epsilon, would become a visible advantage.
-        scores = zero_masked(token_level_rewards, response_mask).double().sum(dim=-1)
-        scored = response_mask.bool().any(dim=-1)
+        scores = token_level_rewards.new_zeros(len(valid), dtype=torch.float64)
+        for rows in _few_rows(valid):
+            scores[rows] = zero_masked(token_level_rewards[rows], valid[rows]).sum(dim=-1)
+        scored = valid.any(dim=-1)
         codes: dict[Hashable, int] = {}
         group = torch.tensor(
             [codes.setdefault(key, len(codes)) for key in index], dtype=torch.long, device=scores.device
@@ -177,7 +218,7 @@ def compute_grpo_outcome_advantage(
         deviation = torch.where(num_rows == 1, scores, deviation)
         std = torch.where(num_rows == 1, 1.0, std)
         row_advantages = deviation / (std + epsilon) if norm_adv_by_std_in_grpo else deviation
-        advantages = zero_masked(row_advantages.to(token_level_rewards.dtype).unsqueeze(-1), response_mask)
+        advantages = zero_masked(row_advantages.to(token_level_rewards.dtype).unsqueeze(-1), valid)
     return advantages, advantages
 
 

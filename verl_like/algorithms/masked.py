@@ -55,10 +55,16 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     Args:
         shift_mean: False adds the mean back, so that only the scale changes.
     """
-    mean = masked_mean(values, mask)
-    has_spread = int(mask.bool().expand_as(values).sum()) >= 2
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8) if has_spread else values - mean
-    return zero_masked(whitened if shift_mean else whitened + mean, mask)
+    valid = mask.bool().expand_as(values)
+    count = int(valid.sum())
+    # Few and in-place passes: in a batch of long responses each new tensor costs more than the arithmetic.
+    deviation = zero_masked(values, valid)
+    mean = deviation.sum() / max(count, 1)
+    deviation = deviation.sub_(mean).masked_fill_(~valid, 0.0)
+    row_norms = torch.linalg.vector_norm(deviation, dim=-1)
+    scale = torch.rsqrt(row_norms.square().sum() / (count - 1) + 1e-8) if count >= 2 else 1.0
+    whitened = deviation * scale
+    return whitened if shift_mean else zero_masked(whitened + mean, valid)
 
 
 def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
