@@ -23,8 +23,15 @@ def test_every_key_is_documented():
     assert not undocumented, f"write a docstring under these fields: {undocumented}"
 
 
-# Read where the configuration is resolved: by the presets, and as what clip_ratio_low and clip_ratio_high mean by null.
-READ_BY_THE_CONFIGURATION = {"trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.actor.clip_ratio"}
+# Read where the configuration is resolved: by the presets, as what clip_ratio_low and clip_ratio_high mean by null, and
+# by the properties attn_implementation, hf_overrides and tokenizer.
+READ_BY_THE_CONFIGURATION = {
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "actor_rollout_ref.actor.clip_ratio",
+    "actor_rollout_ref.model.tokenizer_path",
+    *(f"{part}.override_config" for part in ("actor_rollout_ref.model", "critic.model", "reward_model.model")),
+}
 
 
 def test_every_key_is_read_somewhere():

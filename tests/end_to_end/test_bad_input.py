@@ -135,8 +135,8 @@ def test_a_missing_flash_attn_is_refused_for_every_model_that_asks_for_it(
     refusal: Refusal, missing: Callable, model: str
 ):
     missing("flash_attn")
-    message = refusal(f"{model}.attn_implementation=flash_attention_2")
-    assert f"{model}.attn_implementation" in message and "flash-attn is not installed" in message
+    message = refusal(f"{model}.override_config.attn_implementation=flash_attention_2")
+    assert f"{model}.override_config.attn_implementation" in message and "flash-attn is not installed" in message
 
 
 def test_a_tracker_that_is_not_installed_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):

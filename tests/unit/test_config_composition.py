@@ -77,7 +77,9 @@ def test_keys_follow_the_keys_they_belong_to():
             "actor_rollout_ref.actor.ppo_mini_batch_size=512",
             "actor_rollout_ref.actor.loss_agg_mode=token-sum",
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=5",
-            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=900",
+            "critic.ppo_max_token_len_per_gpu=800",
             "critic.ppo_micro_batch_size_per_gpu=4",
             "trainer.project_name=a",
             "trainer.experiment_name=b",
@@ -87,8 +89,13 @@ def test_keys_follow_the_keys_they_belong_to():
     assert (policy.rollout.prompt_length, policy.rollout.response_length) == (100, 30)
     assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.1, 0.1)
     assert policy.ref.log_prob_micro_batch_size_per_gpu == 5
-    assert (critic.model.path, critic.rollout_n, critic.forward_micro_batch_size_per_gpu) == ("my/model", 2, 4)
+    assert (critic.model.path, critic.forward_micro_batch_size_per_gpu) == ("my/model", 4)
     assert (critic.ppo_epochs, critic.ppo_mini_batch_size, critic.loss_agg_mode) == (3, 512, "token-sum")
+    for part in (policy.rollout, policy.ref):
+        assert (part.log_prob_use_dynamic_bsz, part.log_prob_max_token_len_per_gpu) == (True, 900)
+    reward_model = config.reward_model
+    assert (critic.use_dynamic_bsz, reward_model.use_dynamic_bsz) == (True, True)
+    assert (critic.forward_max_token_len_per_gpu, reward_model.forward_max_token_len_per_gpu) == (800, 800)
     assert config.trainer.default_local_dir == "outputs/a/b"
 
 
@@ -140,6 +147,10 @@ def test_every_unknown_key_is_named_at_once():
         ("trainer=3", "trainer=3: expected keys, such as trainer.device"),
         ("critic.optim.lr=nan", "critic.optim.lr=NaN: expected a finite number"),
         ("resource_pool_spec.global_pool=[2,0]", "resource_pool_spec.global_pool.1=0: expected greater than 0"),
+        (
+            "critic.model.override_config.attn_implementation=eager",
+            "critic.model.override_config: attn_implementation=eager: expected sdpa, varlen, flash_attention_2 or none",
+        ),
         ("placement=halves", "placement=halves: expected one of colocated, split"),
     ],
 )

@@ -220,11 +220,6 @@ def test_gae_needs_its_critic():
     assert "critic.enable=false" in refusal("critic.enable=false")
 
 
-def test_the_engine_is_long_enough_for_prompt_and_response():
-    assert "512 + 512 = 1024" in refusal("actor_rollout_ref.rollout.max_model_len=1023")
-    assert small("actor_rollout_ref.rollout.max_model_len=1024").actor_rollout_ref.rollout.max_model_len == 1024
-
-
 def test_a_clip_ratio_without_effect_is_refused():
     actor = "actor_rollout_ref.actor"
     both = [f"{actor}.clip_ratio_low=0.2", f"{actor}.clip_ratio_high=0.28"]

@@ -172,11 +172,11 @@ def test_a_sample_without_an_answer_costs_only_its_own_worker(skipping: RewardMa
     assert skipping.submit(samples[:10]).get().scores.tolist() == [1.0] * 10
 
 
-def test_on_error_score_gives_the_error_score(reward_file: str) -> None:
-    manager = RewardManager(RewardFunctionSpec(reward_file), timeout_s=3.0, on_error="score", error_score=-2.0)
+def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
+    manager = RewardManager(RewardFunctionSpec(reward_file), timeout_s=3.0, on_error="score")
     result = manager.submit([sample("divide"), sample("hang"), sample("return none"), sample("a")]).get()
     manager.close()
-    assert result.scores.tolist() == [-2.0, -2.0, 0.0, 1.0]
+    assert result.scores.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert result.skipped.tolist() == [False, False, True, False]
     assert (result.num_errors, result.num_timeouts) == (1, 1)
 
@@ -207,7 +207,7 @@ def test_on_error_fail_names_the_sample_the_cause_and_the_way_out(
     pending = failing.submit([sample("a", 0), sample(cause, 7)])
     with pytest.raises(RewardError) as error:
         pending.get()
-    fixes = ["reward.on_error=skip", "reward.on_error=score", "reward.error_score"]
+    fixes = ["reward.on_error=skip", "reward.on_error=score"]
     for word in ["uid '0-7'", "data_source 'test/source'", *words, *fixes]:
         assert word in str(error.value)
     with pytest.raises(RewardError, match="uid '0-7'"):

@@ -118,7 +118,6 @@ def critic_config(path: str, *, prompts: int = 8, micro: int = 8, **critic: Any)
             "model": {"path": path, "fsdp_config": {"dtype": "float32"}},
             "optim": {"lr": 1e-2},
             "ppo_mini_batch_size": prompts,
-            "rollout_n": 1,
             "ppo_micro_batch_size_per_gpu": micro,
             "ppo_epochs": 1,
             "loss_agg_mode": "token-mean",

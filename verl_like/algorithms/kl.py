@@ -113,7 +113,7 @@ class AdaptiveKLController:
         ValueError: target_kl or horizon not positive.
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float = 10_000.0) -> None:
         if target_kl <= 0 or horizon <= 0:
             raise ValueError(
                 f"adaptive KL control got target_kl={target_kl}, horizon={horizon}: both are divisors and must be "
@@ -156,8 +156,6 @@ class KLControl(Protocol):
     @property
     def kl_coef(self) -> float: ...
     @property
-    def horizon(self) -> float: ...
-    @property
     def target_kl(self) -> float: ...
 
 
@@ -170,5 +168,5 @@ def get_kl_controller(kl_ctrl: KLControl) -> KLController:
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
-        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl)
     raise ValueError(f"unknown kl_ctrl.type {kl_ctrl.type!r}: choose 'fixed' or 'adaptive'")

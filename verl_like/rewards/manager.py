@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _START_S = 60.0  # a worker starts and imports the user's module within this time
 _RESTART_S = 5.0  # and, on average, is replaced within this time after a hung sample
 _POOL_ATTEMPTS = 3
-_POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (give it reward.error_score)"
+_POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (score it 0)"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RewardSample:
 class RewardResult:
     """What came back for B samples, in their order."""
 
-    scores: np.ndarray  # (B,) float32; 0 where skipped, `error_score` where on_error="score" replaced a failure
+    scores: np.ndarray  # (B,) float32; 0 where skipped, and where on_error="score" replaced a failure
     skipped: np.ndarray  # (B,) bool: the function returned None, or failed under on_error="skip"
     extra: dict[
         str, np.ndarray
@@ -77,7 +77,7 @@ class RewardManager:
 
     A sample that hangs costs its worker process, which is killed after `timeout_s` and replaced; one that crashes the
     process likewise. What then happens to the sample is `on_error`: "fail" raises `RewardError` from `get`, "skip"
-    marks it as skipped, "score" gives it `error_score`. Create it in a thread that lives as long as the manager: on
+    marks it as skipped, "score" scores it 0. Create it in a thread that lives as long as the manager: on
     Linux the workers are killed when the thread that started them ends.
 
     Raises:
@@ -90,7 +90,6 @@ class RewardManager:
         num_workers: int = 2,
         timeout_s: float = 30.0,
         on_error: Literal["fail", "skip", "score"] = "fail",
-        error_score: float = 0.0,
     ) -> None:
         if on_error not in ("fail", "skip", "score"):
             raise ValueError(f"reward.on_error is {on_error!r}, expected fail, skip or score")
@@ -102,7 +101,6 @@ class RewardManager:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.on_error = on_error
-        self.error_score = error_score
         self._futures: list[ProcessFuture] = []
         self._pool = self._start_pool()
         try:
@@ -188,7 +186,7 @@ class PendingRewards:
         manager = self._manager
         errors = [answer for answer in answers if answer.error]
         if errors and manager.on_error == "score":
-            answers = [_Answer(score=manager.error_score) if answer.error else answer for answer in answers]
+            answers = [_Answer(score=0.0) if answer.error else answer for answer in answers]
         if errors:
             logger.warning(
                 "%d of %d samples could not be scored (reward.on_error=%s), the first: %s",

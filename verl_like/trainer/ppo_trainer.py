@@ -243,19 +243,14 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
         self.metrics = []
-        samples: list[ValidationSample] = []
         rows = [self.val_dataset[i] for i in range(len(self.val_dataset))]
-        size = self.config.data.val_batch_size or len(rows)
-        for start in range(0, len(rows), size):
-            prompts = self.val_dataset.collate(rows[start : start + size], epoch=0)
-            prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
-            batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
-            for future in self.submit_scoring(batch):
-                batch = batch.union(self.collect(future))
-            samples += validation_samples(batch)
-            if start == 0:
-                self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
-        return validation_metrics(samples)
+        prompts = self.val_dataset.collate(rows, epoch=0)
+        prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
+        batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        for future in self.submit_scoring(batch):
+            batch = batch.union(self.collect(future))
+        self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
+        return validation_metrics(validation_samples(batch))
 
     def save(self) -> None:
         """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""

@@ -30,7 +30,6 @@ from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer, has_rule
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
-from verl_like.workers.config import OptimConfig
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.pretrained import load_config as load_model_config
 from verl_like.workers.pretrained import load_tokenizer
@@ -160,8 +159,8 @@ def check_environment(config: PPOConfig) -> None:
     for key, model in models.items():
         if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
             raise ValueError(
-                f"{key}.attn_implementation=flash_attention_2, but flash-attn is not installed: "
-                "pip install -e '.[gpu]', or leave attn_implementation at null."
+                f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
+                "pip install -e '.[gpu]', or leave attn_implementation out."
             )
     if not config.ray_kwargs.ray_init.address:
         check_pools_fit_this_machine(config)
@@ -237,20 +236,8 @@ def training_steps(config: PPOConfig, num_prompts: int) -> int:
 
 
 def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
-    """Fills in the number of steps where the configuration leaves it to the run (learning-rate schedules need it)."""
-
-    def filled(optim: OptimConfig) -> OptimConfig:
-        return optim if optim.total_training_steps > 0 else optim.model_copy(update={"total_training_steps": steps})
-
-    policy, critic = config.actor_rollout_ref, config.critic
-    actor = policy.actor.model_copy(update={"optim": filled(policy.actor.optim)})
-    return config.model_copy(
-        update={
-            "actor_rollout_ref": policy.model_copy(update={"actor": actor}),
-            "critic": critic.model_copy(update={"optim": filled(critic.optim)}),
-            "trainer": config.trainer.model_copy(update={"total_training_steps": steps}),
-        }
-    )
+    """Fills in the number of steps where the configuration leaves it to the run."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": steps})})
 
 
 def start_reward_manager(config: PPOConfig) -> RewardManager:
@@ -260,7 +247,6 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,
-        error_score=reward.error_score,
     )
 
 
@@ -269,12 +255,14 @@ def build_role_worker_mapping(
 ) -> dict[str, RayClassWithInitArgs]:
     """The worker class of each active role and its arguments; a role of the user's own gets the whole configuration."""
     seed = config.trainer.seed
-    policy = {"config": config.actor_rollout_ref, "seed": seed}
+    steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
+    policy = {"config": config.actor_rollout_ref, "seed": seed, "total_training_steps": steps}
+    critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
         Role.Actor: (ActorRolloutRefWorker, policy | {"role": "actor"}),
         Role.Rollout: (ActorRolloutRefWorker, policy | {"role": "rollout"}),
         Role.RefPolicy: (ActorRolloutRefWorker, policy | {"role": "ref"}),
-        Role.Critic: (CriticWorker, {"config": config.critic, "seed": seed}),
+        Role.Critic: (CriticWorker, critic),
         Role.RewardModel: (RewardModelWorker, {"config": config.reward_model}),
     }
     mapping = {}

@@ -35,15 +35,23 @@ class ActorRolloutRefWorker(TrainedWorker):
         config: settings of the policy in all its roles.
         role: `actor`, `ref` or `rollout`; a worker plays one role and has no model for the methods of the others.
         seed: the run's seed, for sampling.
+        total_training_steps: training steps of the run, for a learning rate that depends on them.
     """
 
-    def __init__(self, config: ActorRolloutRefConfig, role: Literal["actor", "ref", "rollout"], seed: int) -> None:
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        role: Literal["actor", "ref", "rollout"],
+        seed: int,
+        total_training_steps: int | None = None,
+    ) -> None:
         super().__init__()
         if role not in ("actor", "ref", "rollout"):
             raise ValueError(f"ActorRolloutRefWorker plays the role actor, ref or rollout, not {role!r}.")
         self.config = config
         self.role = role
         self.seed = seed
+        self.total_training_steps = total_training_steps
         self.model_config = config.model
         self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
 
@@ -82,7 +90,7 @@ class ActorRolloutRefWorker(TrainedWorker):
             device=self.device,
             optim=actor.optim,
             grad_clip=actor.grad_clip,
-            max_skipped_steps=actor.max_skipped_steps,
+            total_training_steps=self.total_training_steps,
             gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
         )
 

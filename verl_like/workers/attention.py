@@ -18,7 +18,7 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
     """Name of the packed attention to load a model with.
 
     Args:
-        requested: `override_config.attn_implementation`: None (choose), `sdpa`, `varlen` (torch) or `flash_attention_2`.
+        requested: `override_config.attn_implementation`: None (choose), sdpa, varlen (torch) or flash_attention_2.
         device: `cpu` or `cuda`.
         dtype: the dtype attention computes in; the varlen kernels need bfloat16 or float16.
         softcap: the bound of the attention logits of models that have one (Gemma 2), which torch's varlen has not.
@@ -27,7 +27,7 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
         ValueError: unknown name, or one that this device, dtype, model or environment does not have.
     """
     if requested not in (None, *_PACKED_NAMES):
-        raise ValueError(f"attn_implementation={requested!r} is unknown; leave it out or use one of {sorted(_PACKED_NAMES)}.")
+        raise ValueError(f"attn_implementation={requested!r} is unknown; use one of {sorted(_PACKED_NAMES)} or none.")
     has_flash = importlib.util.find_spec("flash_attn") is not None
     on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if requested == "flash_attention_2" and not has_flash:

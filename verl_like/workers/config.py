@@ -17,7 +17,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    Strict,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -57,18 +56,55 @@ class ModelConfig(ConfigModel):
     trust_remote_code: bool = False
     """Whether code that ships with the model may run on this machine. Keep it off for models you have not read."""
     override_config: dict[str, Any] = Field(default={})
-    """Attributes that replace those of the model's own configuration, e.g. {attention_dropout: 0.0}."""
-    attn_implementation: Literal["sdpa", "varlen", "flash_attention_2"] | None = None
-    """Attention over packed sequences: sdpa, varlen (torch) or flash_attention_2; null picks the fastest."""
+    """Attributes that replace those of the model's own configuration, e.g. {attention_dropout: 0.0}; and
+    attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or flash_attention_2, by default the
+    fastest there is."""
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """The requested attention; None picks the fastest."""
+        return self.override_config.get("attn_implementation")
+
+    @property
+    def hf_overrides(self) -> dict[str, Any]:
+        """`override_config` without the choice of attention, which is ours and not the model's."""
+        return {name: value for name, value in self.override_config.items() if name != "attn_implementation"}
+
+    @field_validator("override_config")
+    @classmethod
+    def attention_is_one_of_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        choices = ("sdpa", "varlen", "flash_attention_2")
+        requested = value.get("attn_implementation")
+        if requested not in (None, *choices):
+            raise ValueError(f"attn_implementation={requested}: expected {', '.join(choices)} or none")
+        return value
 
 
 class TrainedModelConfig(ModelConfig):
     """A pretrained model that is also trained and saved."""
 
-    tokenizer_path: str | None = None
-    """Folder or hub name of the tokenizer; null means the model's own."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    enable_activation_offload: bool = False
+    """Keep what the backward pass needs of each layer in host memory until it is needed."""
+    use_torch_compile: bool = False
+    """Compile the layers with torch.compile: a slow first step, then fewer and larger kernels."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub name of the tokenizer that is saved with the model."""
+        return self.path
+
+
+class PolicyModelConfig(TrainedModelConfig):
+    """The policy's pretrained model."""
+
+    tokenizer_path: str | None = None
+    """Folder or hub name of the tokenizer; null means the model's own."""
+
+    @property
+    def tokenizer(self) -> str:
+        return self.tokenizer_path or self.path
 
 
 class FsdpConfig(ConfigModel):
@@ -121,20 +157,14 @@ class OptimConfig(ConfigModel):
 
     lr: NonNegativeFloat
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Strict(False)] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, cosine or linear decay down to min_lr_ratio * lr."""
+    """Learning rate after the warm-up: constant, or cosine or linear decay to 0 at the end of the run."""
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
     """Training steps of linear warm-up; -1 means lr_warmup_steps_ratio decides."""
     lr_warmup_steps_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Warm-up as a fraction of all training steps; used while lr_warmup_steps is -1."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of the decay, as a fraction of lr."""
-    total_training_steps: Annotated[int, Field(ge=-1)] = -1
-    """Training steps over which the rate decays; -1 means the run's own number of steps, filled in by the trainer."""
 
     @model_validator(mode="after")
     def warm_up_is_given_once(self) -> OptimConfig:
@@ -174,6 +204,14 @@ class ActorConfig(ConfigModel):
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens, up to ppo_max_token_len_per_gpu, instead of by responses: faster where lengths
+    differ, with the same loss."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens, without padding, of a forward and backward pass on one rank, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one; a token limit counts for each
+    of them. It divides the pool's size. The reference policy follows."""
     clip_ratio: NonNegativeFloat = 0.2
     """Clip range of the probability ratio: [1 - clip_ratio, 1 + clip_ratio]."""
     clip_ratio_low: NonNegativeFloat = Field(default=None, validate_default=True)
@@ -200,8 +238,6 @@ class ActorConfig(ConfigModel):
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
-    """Consecutive optimizer steps skipped for a non-finite gradient norm after which the run stops."""
     optim: ActorOptimConfig = ActorOptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
 
@@ -226,6 +262,10 @@ class RefConfig(ConfigModel):
 
     log_prob_micro_batch_size_per_gpu: PositiveInt
     """Responses per forward pass on one rank when reference log-probabilities are computed."""
+    log_prob_use_dynamic_bsz: bool = False
+    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
+    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens, without padding, of such a pass on one rank."""
     fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
 
@@ -286,29 +326,19 @@ class RolloutConfig(ConfigModel):
     """Most tokens the engine processes in one iteration."""
     max_num_seqs: PositiveInt = 256
     """Most sequences the engine processes at once."""
-    max_model_len: PositiveInt | None = None
-    """Longest sequence (prompt and response) in tokens; null means prompt_length + response_length."""
-    enable_prefix_caching: bool = True
-    """Reuse the cache of a common prefix, such as a prompt that is sampled n times."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank when the actor recomputes log-probabilities."""
+    log_prob_use_dynamic_bsz: bool = False
+    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
+    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens, without padding, of such a pass on one rank."""
     val_kwargs: SamplingConfig = SamplingConfig()
-
-    @model_validator(mode="after")
-    def sequences_fit_into_the_engine(self) -> RolloutConfig:
-        needed = self.prompt_length + self.response_length
-        if self.max_model_len is not None and self.max_model_len < needed:
-            raise ValueError(
-                f"max_model_len={self.max_model_len} is less than prompt_length + response_length = "
-                f"{self.prompt_length} + {self.response_length} = {needed}; set it to at least {needed} or to null"
-            )
-        return self
 
 
 class ActorRolloutRefConfig(ConfigModel):
     """The policy in its three roles: actor, rollout, ref."""
 
-    model: TrainedModelConfig
+    model: PolicyModelConfig
     actor: ActorConfig = ActorConfig()
     ref: RefConfig
     rollout: RolloutConfig
@@ -329,12 +359,19 @@ class CriticConfig(ConfigModel):
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: PositiveInt
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
-    rollout_n: PositiveInt
-    """Responses per prompt, as in actor_rollout_ref.rollout.n."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
     forward_micro_batch_size_per_gpu: PositiveInt = Field(default=None, validate_default=True)
     """Responses per forward pass on one rank when values are computed; null means ppo_micro_batch_size_per_gpu."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens, up to the two limits below, instead of by responses."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Most tokens, without padding, of a forward and backward pass on one rank, with use_dynamic_bsz."""
+    forward_max_token_len_per_gpu: PositiveInt = 32768
+    """Most tokens of a forward pass on one rank when values are computed, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one; a token limit counts for each
+    of them. It divides the pool's size."""
     ppo_epochs: PositiveInt
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
@@ -344,8 +381,6 @@ class CriticConfig(ConfigModel):
     loss_agg_mode: LossAggMode
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
     seq-mean-token-sum-norm (divided by the padded response length)."""
-    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
-    """Consecutive optimizer steps skipped for a non-finite gradient norm after which the run stops."""
 
     @field_validator("forward_micro_batch_size_per_gpu", mode="before")
     @classmethod
@@ -370,3 +405,7 @@ class RewardModelConfig(ConfigModel):
     model: RewardModelModelConfig = RewardModelModelConfig()
     micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank."""
+    use_dynamic_bsz: bool = False
+    """Fill those passes by tokens, up to forward_max_token_len_per_gpu, instead of by responses."""
+    forward_max_token_len_per_gpu: PositiveInt = 32768
+    """Most tokens, without padding, of such a pass on one rank."""

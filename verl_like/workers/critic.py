@@ -29,12 +29,18 @@ class CriticWorker(TrainedWorker):
     Args:
         config: settings of the critic.
         seed: the run's seed, for a new value head.
+        rollout_n: responses to each prompt of a mini-batch.
+        total_training_steps: training steps of the run, for a learning rate that depends on them.
     """
 
-    def __init__(self, config: CriticConfig, seed: int) -> None:
+    def __init__(
+        self, config: CriticConfig, seed: int, rollout_n: int = 1, total_training_steps: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.seed = seed
+        self.rollout_n = rollout_n
+        self.total_training_steps = total_training_steps
         self.model_config = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -43,7 +49,7 @@ class CriticWorker(TrainedWorker):
         init_process_group(self.device, self.rank, self.world_size)
         self.schedule = UpdateSchedule(
             mini_batch_rows=per_rank_rows(
-                self.config.ppo_mini_batch_size, self.config.rollout_n, self.world_size, "critic.ppo_mini_batch_size"
+                self.config.ppo_mini_batch_size, self.rollout_n, self.world_size, "critic.ppo_mini_batch_size"
             ),
             micro_batch_rows=self.config.ppo_micro_batch_size_per_gpu,
             epochs=self.config.ppo_epochs,
@@ -54,7 +60,7 @@ class CriticWorker(TrainedWorker):
             device=self.device,
             optim=self.config.optim,
             grad_clip=self.config.grad_clip,
-            max_skipped_steps=self.config.max_skipped_steps,
+            total_training_steps=self.total_training_steps,
             gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
         )
 

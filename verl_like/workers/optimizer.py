@@ -9,26 +9,31 @@ from verl_like.workers.config import OptimConfig
 
 def build_optimizer(parameters: list[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with one kernel for all parameters."""
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
-def learning_rate(step: int, config: OptimConfig) -> float:
+def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> float:
     """Learning rate of training step `step` (0 for the first).
 
     It rises linearly over the W warm-up steps, reaching `lr` in step W - 1, so the first step already learns. Then it
-    stays, or falls to `min_lr_ratio * lr` at step `total_training_steps` along a line or half a cosine.
+    stays, or falls to 0 at step `total_steps` along a line or half a cosine.
+
+    Args:
+        step: training steps done.
+        config: peak, warm-up and decay.
+        total_steps: training steps of the whole run; None where nothing depends on them.
 
     Raises:
         ValueError: a schedule that depends on the number of training steps without that number.
     """
-    total = config.total_training_steps
     needs_total = config.lr_scheduler_type != "constant" or config.lr_warmup_steps_ratio > 0
-    if needs_total and total <= 0:
+    if needs_total and total_steps is None:
         raise ValueError(
             f"optim.lr_scheduler_type={config.lr_scheduler_type} with lr_warmup_steps_ratio="
-            f"{config.lr_warmup_steps_ratio} depends on optim.total_training_steps, which is {total}; set it to the "
-            "number of training steps."
+            f"{config.lr_warmup_steps_ratio} depends on the number of training steps, which is not given; make the "
+            "worker with total_training_steps."
         )
+    total = total_steps or 0
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -36,4 +41,4 @@ def learning_rate(step: int, config: OptimConfig) -> float:
         return config.lr
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     remaining = 1 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
+    return config.lr * remaining

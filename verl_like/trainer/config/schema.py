@@ -51,8 +51,6 @@ class DataConfig(ConfigModel):
     """Longest response in tokens; generation stops there."""
     train_batch_size: PositiveInt = 1024
     """PROMPTS of one training step; each brings actor_rollout_ref.rollout.n responses."""
-    val_batch_size: PositiveInt | None = None
-    """Prompts of one validation call; null means all of them at once."""
     shuffle: bool = True
     """Draw the training prompts of an epoch in random order, a function of trainer.seed and the epoch."""
     train_max_samples: MinusOneOrPositive = -1
@@ -86,9 +84,7 @@ class RewardConfig(ConfigModel):
     timeout_s: Seconds = 30.0
     """Seconds one response may take to score; a process that takes longer is replaced."""
     on_error: Literal["fail", "skip", "score"] = "fail"
-    """What an exception or a timeout does: fail the run, skip the response, or score it with error_score."""
-    error_score: float = 0.0
-    """Score of a response that could not be scored, with on_error=score."""
+    """What an exception or a timeout does: fail the run, skip the response, or score it 0."""
 
 
 class KlControlConfig(ConfigModel):
@@ -98,8 +94,6 @@ class KlControlConfig(ConfigModel):
     """fixed, or adaptive: kl_coef moves until the measured KL is target_kl (arXiv:1909.08593)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
     """The coefficient; with adaptive, its first value."""
-    horizon: Annotated[float, Field(gt=0)] = 10000.0
-    """Responses over which the adaptive coefficient moves."""
     target_kl: Annotated[float, Field(gt=0)] = 0.1
     """KL divergence the adaptive coefficient aims at, per token."""
 
@@ -152,6 +146,9 @@ class TrainerConfig(ConfigModel):
     save_freq: MinusOneOrPositive = -1
     """Training steps between checkpoints (training state, and the models in Hugging Face format); -1 means only the
     models, after the last step."""
+    balance_batch: bool = True
+    """Give the ranks rows of about equal work in every mini-batch, attention included; which rows a mini-batch has does
+    not change."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3

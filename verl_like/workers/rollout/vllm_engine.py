@@ -31,7 +31,7 @@ class VllmEngine(RolloutEngine):
                 "rollout role processes of its own."
             )
         self._asleep = False
-        self._max_model_len = self.config.max_model_len or self.config.prompt_length + self.config.response_length
+        self._max_model_len = self.config.prompt_length + self.config.response_length
         is_alone = self.config.tensor_model_parallel_size == 1
         self.llm = self._start("uni" if is_alone else self._replica_executor())
         if not is_alone:
@@ -60,7 +60,7 @@ class VllmEngine(RolloutEngine):
         config, on_cpu = self.config, self.device == "cpu"
         return vllm.LLM(
             model=os.path.expanduser(self.model_config.path),
-            hf_overrides=self.model_config.override_config,
+            hf_overrides=self.model_config.hf_overrides,
             trust_remote_code=self.model_config.trust_remote_code,
             skip_tokenizer_init=True,  # token ids in, token ids out
             generation_config="vllm",  # no sampling default of the model's own
@@ -73,7 +73,7 @@ class VllmEngine(RolloutEngine):
             max_model_len=self._max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=True,  # the samples of a prompt share its cache
             enforce_eager=config.enforce_eager or on_cpu,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
             gpu_memory_utilization=config.gpu_memory_utilization,
@@ -156,36 +156,37 @@ class VllmEngine(RolloutEngine):
         """Runs `function(vllm_worker)` in this process's vLLM worker."""
         return self.llm.collective_rpc(function)[0]
 
-    def _generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, seed: int
+    ) -> Iterator[list[tuple[int, int, Completion]]]:
         import vllm
 
         # vLLM draws from torch's default generators. Seeding a request would give it a generator of its own, and vLLM
         # then samples row by row, many times slower.
         torch.manual_seed(seed)
-        outputs = self.llm.generate(
-            [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
-            vllm.SamplingParams(
-                n=sampling.n,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # stop_token_ids alone say what ends a response
-                logprobs=0,  # of the drawn token only
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-            ),
-            use_tqdm=False,
+        parameters = vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone say what ends a response
+            logprobs=0,  # of the drawn token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        return [
-            [
-                Completion(list(output.token_ids), output.logprobs.logprobs)
-                for output in sorted(request.outputs, key=lambda output: output.index)
-            ]
-            for request in outputs
-        ]
+        engine = self.llm.llm_engine
+        # A request a response, which is what vLLM makes of a request for n; but those would come back together.
+        running = {f"{row}.{k}": (row, k) for row in range(len(prompts)) for k in range(sampling.n)}
+        for name, (row, _) in running.items():
+            engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompts[row]), parameters)
+        try:
+            while engine.has_unfinished_requests():
+                finished = [request for request in engine.step() if request.finished]
+                yield [(*running.pop(request.request_id), _completion(request)) for request in finished]
+        finally:  # what is given up half-way must not come back in the next call
+            engine.abort_request(list(running))
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._asleep:
@@ -209,6 +210,11 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             self.llm.wake_up()
             self._asleep = False
+
+
+def _completion(request: Any) -> Completion:
+    (output,) = request.outputs
+    return Completion(list(output.token_ids), output.logprobs.logprobs, request.num_cached_tokens or 0)
 
 
 def _head_size(text_config: Any) -> int:
