@@ -21,7 +21,7 @@ from verl_like.workers.mini_batches import (
     token_mean,
     update,
 )
-from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel, pack
+from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel
 from verl_like.workers.pretrained import load_pretrained
 from verl_like.workers.rollout import build_rollout_engine
 from verl_like.workers.trained_worker import TrainedWorker
@@ -71,14 +71,21 @@ class ActorRolloutRefWorker(TrainedWorker):
             return
         init_process_group(self.device, self.rank, self.world_size)
         actor = self.config.actor
+        data_parallel_size = self.register_mesh(self.role, actor.ulysses_sequence_parallel_size)
         if self.role == "ref":
-            self.engine = TrainingEngine(self.build_model, fsdp=self.config.ref.fsdp_config, device=self.device)
+            self.engine = TrainingEngine(
+                self.build_model,
+                fsdp=self.config.ref.fsdp_config,
+                device=self.device,
+                torch_compile=self.config.model.use_torch_compile,
+                sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+            )
             return
         self.schedule = UpdateSchedule(
             mini_batch_rows=per_rank_rows(
                 actor.ppo_mini_batch_size,
                 self.config.rollout.n,
-                self.world_size,
+                data_parallel_size,
                 "actor_rollout_ref.actor.ppo_mini_batch_size",
             ),
             micro_batch_rows=actor.ppo_micro_batch_size_per_gpu,
@@ -92,6 +99,9 @@ class ActorRolloutRefWorker(TrainedWorker):
             grad_clip=actor.grad_clip,
             total_training_steps=self.total_training_steps,
             gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
+            activation_offload=self.config.model.enable_activation_offload,
+            torch_compile=self.config.model.use_torch_compile,
+            sequence_parallel_size=actor.ulysses_sequence_parallel_size,
         )
 
     def build_model(self, with_weights: bool) -> PolicyModel:
@@ -109,7 +119,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         )
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
         blocking=False,
         reads=SEQUENCE_COLUMNS,
         writes=["old_log_probs", "entropys"],
@@ -129,7 +139,12 @@ class ActorRolloutRefWorker(TrainedWorker):
             meta_info={"metrics": {"actor/entropy": entropy}},
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["ref_log_prob"],
+    )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, (B, R) float32."""
         (log_probs_BR,) = forward(
@@ -141,7 +156,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR})
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
         blocking=False,
         reads=[*SEQUENCE_COLUMNS, "old_log_probs", "advantages", "ref_log_prob?"],
     )
@@ -187,7 +202,7 @@ class ActorRolloutRefWorker(TrainedWorker):
 
     def _score(self, micro: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of the response tokens and, if asked for, entropies: (b, R) each."""
-        packed = pack(micro)
+        packed = self.engine.pack(micro)
         log_probs, entropies = self.engine.model(packed, self.config.rollout.temperature, with_entropy)
         return tuple(packed.unpack(scores) for scores in (log_probs, entropies) if scores is not None)
 

@@ -5,7 +5,7 @@ from transformers import AutoModelForTokenClassification
 
 from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto, Metric
-from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import CriticConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
 from verl_like.workers.mini_batches import (
@@ -18,7 +18,7 @@ from verl_like.workers.mini_batches import (
     token_mean,
     update,
 )
-from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel, pack
+from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel
 from verl_like.workers.pretrained import load_pretrained
 from verl_like.workers.trained_worker import TrainedWorker
 
@@ -47,9 +47,10 @@ class CriticWorker(TrainedWorker):
     def init_model(self) -> None:
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
         init_process_group(self.device, self.rank, self.world_size)
+        data_parallel_size = self.register_mesh("critic", self.config.ulysses_sequence_parallel_size)
         self.schedule = UpdateSchedule(
             mini_batch_rows=per_rank_rows(
-                self.config.ppo_mini_batch_size, self.rollout_n, self.world_size, "critic.ppo_mini_batch_size"
+                self.config.ppo_mini_batch_size, self.rollout_n, data_parallel_size, "critic.ppo_mini_batch_size"
             ),
             micro_batch_rows=self.config.ppo_micro_batch_size_per_gpu,
             epochs=self.config.ppo_epochs,
@@ -62,6 +63,9 @@ class CriticWorker(TrainedWorker):
             grad_clip=self.config.grad_clip,
             total_training_steps=self.total_training_steps,
             gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
+            activation_offload=self.config.model.enable_activation_offload,
+            torch_compile=self.config.model.use_torch_compile,
+            sequence_parallel_size=self.config.ulysses_sequence_parallel_size,
         )
 
     def build_model(self, with_weights: bool) -> ValueModel:
@@ -78,7 +82,12 @@ class CriticWorker(TrainedWorker):
             )
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["values"],
+    )
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimated return from each response token, (B, R) float32: read at the token before it."""
         (values_BR,) = forward(
@@ -89,7 +98,11 @@ class CriticWorker(TrainedWorker):
         )
         return DataProto.from_dict(tensors={"values": values_BR})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns"])
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
+        blocking=False,
+        reads=[*SEQUENCE_COLUMNS, "values", "returns"],
+    )
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
         metrics = update(self.engine, to_rows(data, self.device), self.schedule, self.value_loss, prefix="critic")
@@ -122,5 +135,5 @@ class CriticWorker(TrainedWorker):
         return loss, metrics
 
     def _predict(self, micro: Rows) -> torch.Tensor:
-        packed = pack(micro)
+        packed = self.engine.pack(micro)
         return packed.unpack(self.engine.model(packed))

@@ -1,7 +1,7 @@
 """Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters, checkpoints."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,13 +19,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from verl_like.workers.activation_offload import ActivationOffload
 from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
-from verl_like.workers.models import PackedModel
+from verl_like.workers.flops import ModelCost
+from verl_like.workers.models import PackedBatch, PackedModel, pack
 from verl_like.workers.optimizer import build_optimizer, learning_rate
-from verl_like.workers.pretrained import decoder_layers, replace_folder
+from verl_like.workers.pretrained import compile_layers, decoder_layers, replace_folder
+from verl_like.workers.sequence_parallel import SequenceParallel
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
 """Longest wait of a rank for its peers: they may still be reading a large model."""
+
+MAX_SKIPPED_STEPS = 3
+"""Consecutive optimizer steps that may be skipped for a gradient that is not finite before the run stops."""
 
 
 def init_process_group(device: str, rank: int, world_size: int) -> None:
@@ -79,8 +85,14 @@ class TrainingEngine:
         device: `cpu` or `cuda`.
         optim: optimizer and schedule; None for a model that is only run forward.
         grad_clip: largest gradient norm.
-        max_skipped_steps: consecutive skipped steps after which `step` raises.
+        total_training_steps: training steps of the run, for a learning rate that depends on them.
         gradient_checkpointing: recompute each decoder layer in the backward pass.
+        activation_offload: keep what the backward pass needs in host memory; on a CPU it is there anyway.
+        torch_compile: compile the decoder layers.
+        sequence_parallel_size: ranks that share each packed batch.
+
+    Raises:
+        ValueError: ranks or attention heads do not divide as the settings ask.
     """
 
     def __init__(
@@ -91,17 +103,28 @@ class TrainingEngine:
         device: str,
         optim: OptimConfig | None = None,
         grad_clip: float = 1.0,
-        max_skipped_steps: int = 3,
+        total_training_steps: int | None = None,
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
+        torch_compile: bool = False,
+        sequence_parallel_size: int = 1,
     ) -> None:
         self.device = device
         self.fsdp = fsdp
         self.optim = optim
         self.grad_clip = grad_clip
-        self.max_skipped_steps = max_skipped_steps
+        self.total_training_steps = total_training_steps
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.model = build_model(dist.get_rank() == 0)
         self.model.requires_grad_(optim is not None)
+        self.sequence_parallel = None
+        if sequence_parallel_size > 1:
+            self.sequence_parallel = SequenceParallel(device, sequence_parallel_size, self.model.hf.config)
+        self.cost = ModelCost.of(self.model.hf.config)
+        if activation_offload and device == "cuda":
+            self.model.saving = ActivationOffload()
+        if torch_compile:
+            compile_layers(self.model.hf)
         if gradient_checkpointing:
             self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.units = [*decoder_layers(self.model.hf), self.model]
@@ -167,6 +190,16 @@ class TrainingEngine:
             for name, value in state.items():
                 state[name] = value.to(device)
 
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that hold the same rows."""
+        return 1 if self.sequence_parallel is None else self.sequence_parallel.size
+
+    def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
+        """`models.pack`; under sequence parallelism this rank's share of it."""
+        packed = pack(rows)
+        return packed if self.sequence_parallel is None else self.sequence_parallel.shard(packed)
+
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Adds the loss's gradient; the ranks add up theirs in the call with `is_last`, before `step`."""
         self.model.set_requires_gradient_sync(is_last)
@@ -177,18 +210,18 @@ class TrainingEngine:
         """One optimizer step on the gradients added since the last one.
 
         Raises:
-            FloatingPointError: the gradient norm was not finite, for more than `max_skipped_steps` steps in a row.
+            FloatingPointError: the gradient norm was not finite, for more than `MAX_SKIPPED_STEPS` steps in a row.
         """
         assert self.optimizer is not None and self.optim is not None
         grad_norm = self._clip_gradients()
         skipped = not math.isfinite(grad_norm)
         if skipped:
             self.consecutive_skips += 1
-            if self.consecutive_skips > self.max_skipped_steps:
+            if self.consecutive_skips > MAX_SKIPPED_STEPS:
                 raise FloatingPointError(
                     f"The gradient norm was not finite ({grad_norm}) in {self.consecutive_skips} optimizer steps in a "
-                    f"row, more than max_skipped_steps={self.max_skipped_steps}. The weights are those before these "
-                    "steps; look at the last steps' advantages, log-probabilities and learning rate."
+                    f"row; {MAX_SKIPPED_STEPS} may be skipped. The weights are those before these steps; look at the "
+                    "last steps' advantages, log-probabilities and learning rate."
                 )
         else:
             self.consecutive_skips = 0
@@ -213,7 +246,7 @@ class TrainingEngine:
     def lr(self) -> float:
         """Learning rate of the present training step."""
         assert self.optim is not None
-        return learning_rate(self.training_steps, self.optim)
+        return learning_rate(self.training_steps, self.optim, self.total_training_steps)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """(name in the Hugging Face model, sharded parameter); tied parameters once."""

@@ -115,7 +115,7 @@ def update(
     steps = []
     lr = engine.lr
     with engine.on_device(train=True):
-        for mini_batch in _plan(rows, schedule):
+        for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
             micro_batches = list(_split(rows, mini_batch.rows, schedule.micro_batch_rows))
             for index, micro in enumerate(micro_batches):
                 micro_loss, micro_metrics = loss(micro, mini_batch)
@@ -144,13 +144,17 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
 
 
-def _plan(rows: Rows, schedule: UpdateSchedule) -> list[MiniBatch]:
-    """The mini-batches of all epochs with their counts; those without any token on any rank are left out."""
+def _plan(rows: Rows, schedule: UpdateSchedule, holders: int) -> list[MiniBatch]:
+    """The mini-batches of all epochs with their counts; those without any token on any rank are left out.
+
+    Each row is on `holders` ranks and counts once.
+    """
     one_epoch = torch.arange(len(rows["input_ids"])).split(schedule.mini_batch_rows)
     chunks = list(one_epoch) * schedule.epochs
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
+    counts /= holders
     used = [(chunk, *count) for chunk, count in zip(chunks, counts.tolist(), strict=True) if count[0] > 0]
     return [MiniBatch(chunk, tokens, sequences, 1 / len(used)) for chunk, tokens, sequences in used]
 

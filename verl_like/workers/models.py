@@ -1,6 +1,7 @@
 """The trained models: a Hugging Face backbone over packed sequences, with a head that reads only the scored tokens."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +90,19 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.saving: AbstractContextManager = nullcontext()  # where autograd keeps what the backbone's backward needs
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """(N, D) outputs of the backbone, after its final norm."""
-        outputs: Any = self.hf.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            cu_seqlens=packed.cu_seqlens,
-            sequence_lengths=packed.sequence_lengths,
-            sequence_parallel=packed.share and packed.share.parallel,
-        )
+        with self.saving:
+            outputs: Any = self.hf.base_model(
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
+                use_cache=False,
+                cu_seqlens=packed.cu_seqlens,
+                sequence_lengths=packed.sequence_lengths,
+                sequence_parallel=packed.share and packed.share.parallel,
+            )
         return outputs.last_hidden_state[0]
 
 

@@ -141,3 +141,9 @@ def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of a model, which are gathered and computed one at a time."""
     names = set(hf._no_split_modules)
     return [module for module in hf.modules() if type(module).__name__ in names]
+
+
+def compile_layers(hf: PreTrainedModel) -> None:
+    """Compiles the forward of each decoder layer for any number of tokens; packed attention stays outside the graph."""
+    for layer in decoder_layers(hf):
+        layer.forward = torch.compile(layer.forward, dynamic=True)

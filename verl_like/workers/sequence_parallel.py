@@ -31,22 +31,20 @@ class SequenceParallel:
         device: `cpu` or `cuda`.
         size: s, ranks in a group.
         hf_config: the model's configuration; its query heads divide by s.
-        key: the configuration key of `size`, for messages.
 
     Raises:
         ValueError: the ranks, or the model's heads, do not divide by `size`.
     """
 
-    def __init__(self, device: str, size: int, hf_config: PretrainedConfig, key: str) -> None:
+    def __init__(self, device: str, size: int, hf_config: PretrainedConfig) -> None:
         heads = hf_config.num_attention_heads
         if heads % size:
             raise ValueError(
-                f"{key}={size} does not divide the {heads} attention heads of the model, of which every rank takes a "
-                "share; choose a divisor."
+                f"ulysses_sequence_parallel_size={size} does not divide the {heads} attention heads of the model, of "
+                "which every rank takes a share; choose a divisor."
             )
-        mesh = init_device_mesh(
-            device, (data_parallel_size(dist.get_world_size(), size, key), size), mesh_dim_names=("data", "sequence")
-        )
+        shape = (data_parallel_size(dist.get_world_size(), size), size)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "sequence"))
         self.size = size
         self.rank = mesh.get_local_rank("sequence")
         self.group = mesh.get_group("sequence")
@@ -122,15 +120,16 @@ class SequenceShare:
         return _GatherValues.apply(values_m, self.before, self.total, self.parallel.group)
 
 
-def data_parallel_size(world_size: int, sequence_parallel_size: int, key: str) -> int:
+def data_parallel_size(world_size: int, sequence_parallel_size: int) -> int:
     """Number of different shards of a batch on `world_size` ranks.
 
     Raises:
-        ValueError: the ranks do not divide into groups; `key` names the setting.
+        ValueError: the ranks do not divide into groups.
     """
     if world_size % sequence_parallel_size:
         raise ValueError(
-            f"{key}={sequence_parallel_size} does not divide the {world_size} ranks of the pool; choose a divisor."
+            f"ulysses_sequence_parallel_size={sequence_parallel_size} does not divide the {world_size} ranks of the "
+            "pool; choose a divisor."
         )
     return world_size // sequence_parallel_size
 

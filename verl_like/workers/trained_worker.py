@@ -7,6 +7,7 @@ from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import TrainedModelConfig
 from verl_like.workers.engine import TrainingEngine
 from verl_like.workers.pretrained import save_pretrained
+from verl_like.workers.sequence_parallel import data_parallel_size
 
 
 class TrainedWorker(Worker):
@@ -14,6 +15,16 @@ class TrainedWorker(Worker):
 
     engine: TrainingEngine
     model_config: TrainedModelConfig
+
+    def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> int:
+        """Names the shard of a batch that this rank works on; returns the number of shards.
+
+        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the result.
+        """
+        shards = data_parallel_size(self.world_size, sequence_parallel_size)
+        shard, rank_in_shard = divmod(self.rank, sequence_parallel_size)
+        self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
+        return shards
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
