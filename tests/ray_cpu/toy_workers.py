@@ -52,6 +52,20 @@ class ToyWorker(Worker):
     def one_to_all_on_rank_zero(self, x):
         return self.rank, x
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=["x"], writes=["y"])
+    def double_and_tell(self, batch: DataProto, wait_for: str | None = None, fail: bool = False):
+        """Yields its rows; between the first and the others rank 1 waits for the file `wait_for`."""
+        rows = batch.batch["x"][~pad_mask(batch)].tolist()
+        yield rows[:1]
+        deadline = time.monotonic() + 60
+        while self.rank == 1 and wait_for and not os.path.exists(wait_for):
+            assert time.monotonic() < deadline, f"nobody made {wait_for}"
+            time.sleep(0.01)
+        if fail and self.rank == 1:
+            raise ArithmeticError("rank 1 gives up")
+        yield rows[1:]
+        return DataProto.from_dict(tensors={"y": 2 * batch.batch["x"]})
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def all_to_all(self, x, y=None):
         return self.rank, x, y

@@ -57,11 +57,11 @@ def test_arguments_of_the_wrong_kind_are_refused(arguments, message):
         register(**arguments)(lambda self: None)
 
 
-def test_generators_are_refused():
-    def produce(self):
+def test_async_generators_are_refused():
+    async def produce(self):
         yield 1
 
-    with pytest.raises(ValueError, match="is a generator"):
+    with pytest.raises(ValueError, match="is an async generator"):
         register()(produce)
 
 

@@ -1,7 +1,7 @@
 """Results of calls that may not have finished: a list of per-rank references, fetched only where rows are needed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -28,6 +28,9 @@ class PendingCall(Protocol):
 
     def wait(self, timeout: float | None) -> list[Any]:
         """Outputs of all ranks, in rank order; `timeout` in seconds, None = the group's own deadline."""
+
+    def stream(self) -> Iterator[Any]:
+        """What the ranks yield while they run, as it comes; empty for a method that does not yield."""
 
     def done(self) -> bool:
         """Whether every rank has finished or failed."""
@@ -63,6 +66,11 @@ class Future(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
+
+    def stream(self) -> Iterator[Any]:
+        """What the ranks yield while they run, as it comes, until all have ended; `get` then has their results. Raises
+        what `get` raises. Nothing comes twice."""
+        return self._call.stream()
 
     def done(self) -> bool:
         return self._finished or self._call.done()
@@ -143,6 +151,9 @@ class _ChunkCall:
         payloads = self.call.fetch(wanted, _left(deadline))
         return [DataProto.concat([data.rows(*span) for data, span in zip(payloads, ranges, strict=True)])]
 
+    def stream(self) -> Iterator[Any]:
+        return iter(())
+
     def done(self) -> bool:
         return self.call.done()
 
@@ -162,6 +173,9 @@ class _ConcatCall:
     def wait(self, timeout: float | None) -> list[DataProto]:
         deadline = None if timeout is None else time.monotonic() + timeout
         return [future.get(_left(deadline)) for future in self.futures]
+
+    def stream(self) -> Iterator[Any]:
+        return iter(())
 
     def done(self) -> bool:
         return all(future.done() for future in self.futures)

@@ -50,6 +50,8 @@ class MethodSpec:
     blocking: bool
     reads: tuple[str, ...] | None
     writes: tuple[str, ...] | None
+    streams: bool = False
+    """The method is a generator: what it yields reaches the caller while it runs."""
 
     @property
     def only_rank_zero(self) -> bool:
@@ -68,6 +70,9 @@ def register(
     writes: Sequence[str] | None = None,
 ) -> Callable[[_Method], _Method]:
     """Make a worker's method callable on its group; works for `def` and `async def`.
+
+    A method that yields is a stream: `future.stream()` gives the driver what the ranks yield, as it comes, and
+    `future.get()` what they return at their end.
 
     Args:
         dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn` and `collect_fn`.
@@ -90,8 +95,8 @@ def register(
         )
 
     def decorate(method: _Method) -> _Method:
-        if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-            raise ValueError(f"{method.__qualname__} is a generator: a registered method returns one value")
+        if inspect.isasyncgenfunction(method):
+            raise ValueError(f"{method.__qualname__} is an async generator, which returns no value: use def and yield")
         spec = MethodSpec(
             name=method.__name__,
             dispatch_mode=mode,
@@ -99,6 +104,7 @@ def register(
             blocking=blocking,
             reads=_as_names("reads", method, reads),
             writes=_as_names("writes", method, writes),
+            streams=inspect.isgeneratorfunction(method),
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
         return method

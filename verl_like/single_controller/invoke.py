@@ -7,7 +7,7 @@ import inspect
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from verl_like.protocol import PAD_COLUMN, DataProto
@@ -30,9 +30,16 @@ class Invoker:
         self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
     ) -> tuple[CallHeader, Any]:
         """Returns the header and the method's result without padding rows; raises WorkerError."""
+        *_, header, result = self.stream(role, worker, method, args, kwargs, fetch)
+        return header, result
+
+    def stream(
+        self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
+    ) -> Iterator[Any]:
+        """Yields what the method yields, then the header and the result of `call`."""
         started = time.time()
         try:
-            result = self._call(role, worker, method, args, kwargs, fetch)
+            result = yield from self._run(role, worker, method, args, kwargs, fetch)
         except WorkerError:  # an argument is the result of a call that failed: that failure is the one to report
             raise
         except Exception as error:
@@ -49,11 +56,12 @@ class Invoker:
             pid=os.getpid(),
             node=self.node,
         )
-        return header, result
+        yield header
+        yield result
 
-    def _call(
+    def _run(
         self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
-    ) -> Any:
+    ) -> Generator[Any, None, Any]:
         spec = registered_methods(type(worker))[method]
         shards: list[ResolvedShard] = []
 
@@ -74,6 +82,8 @@ class Invoker:
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
+        elif inspect.isgenerator(result):
+            result = yield from result
         for data, before in zip(watched, versions, strict=True):
             changed = [name for name, version in data.column_versions().items() if version != before[name]]
             if changed:

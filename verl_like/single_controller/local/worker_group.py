@@ -59,12 +59,13 @@ class LocalWorkerGroup(WorkerGroup):
         for rank, (args, kwargs) in enumerate(calls):
             try:
                 with self._environment(rank):
-                    header, payload = self._invoker.call(
+                    *yielded, header, payload = self._invoker.stream(
                         self.role, self.workers[rank], spec.name, args, kwargs, _fetch_local
                     )
             except WorkerError as error:
                 call.error = error
                 break
+            call.yielded += yielded
             call.results.append((header, payload))
             self.report([header])
         return call
@@ -94,6 +95,7 @@ class LocalCall:
 
     def __init__(self, collect_ranks: list[int]) -> None:
         self.collect_ranks = collect_ranks
+        self.yielded: list[Any] = []
         self.results: list[tuple[CallHeader, Any]] = []
         self.error: WorkerError | None = None
 
@@ -101,6 +103,12 @@ class LocalCall:
         if self.error is not None:
             raise self.error
         return [payload if rank in self.collect_ranks else None for rank, (_, payload) in enumerate(self.results)]
+
+    def stream(self) -> Iterator[Any]:
+        if self.error is not None:
+            raise self.error
+        yielded, self.yielded = self.yielded, []
+        return iter(yielded)
 
     def done(self) -> bool:
         return True

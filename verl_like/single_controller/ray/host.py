@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,17 @@ class WorkerHost:
             raise self.start_error
         worker = self.workers[role]
         return self.invoker.call(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
+
+    @ray.method(num_returns="streaming")
+    def stream(
+        self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], deadline_s: float
+    ) -> Iterator[Any]:
+        """Like `call`, for a method that yields: what it yields, as it comes, then the header, then the result."""
+        if self.start_error is not None:
+            raise self.start_error
+        yield from self.invoker.stream(
+            role, self.workers[role], method, args, kwargs, lambda references: fetch(references, deadline_s)
+        )
 
 
 def fetch(references: Sequence[Any], timeout: float) -> list[Any]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from verl_like.protocol import DataProto, Part
+from verl_like.protocol import DataProto, Part, PendingCall
 from verl_like.single_controller.call import CallEvent
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.ray.host import fetch
 from verl_like.single_controller.ray.hosts import READY_S, START_DEADLINE_S, RayHosts
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
+from verl_like.single_controller.ray.stream import RayStream
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 _log = logging.getLogger(__name__)
@@ -178,8 +179,14 @@ class RayWorkerGroup(WorkerGroup):
 
     def submit(
         self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
-    ) -> RayCall:
+    ) -> PendingCall:
         self.hosts.check_running()
+        if spec.streams:
+            generators = [
+                self.workers[rank].stream.remote(self.role, spec.name, args, kwargs, self.deadline_s)
+                for rank, (args, kwargs) in enumerate(calls)
+            ]
+            return RayStream(self, spec.name, generators, collect_ranks)
         references = [
             self.workers[rank].call.remote(self.role, spec.name, args, kwargs, self.deadline_s)
             for rank, (args, kwargs) in enumerate(calls)
@@ -248,6 +255,9 @@ class RayCall:
         for rank, output in zip(self.collect_ranks, collected, strict=True):
             outputs[rank] = output
         return outputs
+
+    def stream(self) -> Iterator[Any]:
+        return iter(())
 
     def done(self) -> bool:
         ready, _ = ray.wait(self.headers, num_returns=len(self.headers), timeout=0)
