@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.single_controller.call import CallHeader
-from verl_like.single_controller.decorator import check_reads, check_writes, registered_methods
+from verl_like.single_controller.decorator import MethodSpec, check_reads, check_writes, registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
 from verl_like.single_controller.worker import Worker
@@ -23,6 +25,7 @@ class Invoker:
 
     def __init__(self, node: str) -> None:
         self.node = node
+        self.specs: dict[type, dict[str, MethodSpec]] = {}
         # One loop for the life of the process, so that what an async method opened is still usable in the next call.
         self.loop = asyncio.new_event_loop()
 
@@ -62,7 +65,9 @@ class Invoker:
     def _run(
         self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
     ) -> Generator[Any, None, Any]:
-        spec = registered_methods(type(worker))[method]
+        if type(worker) not in self.specs:
+            self.specs[type(worker)] = registered_methods(type(worker))
+        spec = self.specs[type(worker)][method]
         shards: list[ResolvedShard] = []
 
         def resolve(value: Any) -> Any:
@@ -76,25 +81,26 @@ class Invoker:
         args = [resolve(value) for value in args]
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
         check_reads(role, spec, [shard.data for shard in shards])
-        # Own containers over the same tensors: the method may replace columns in its container, not write into tensors.
-        watched = [shard.data.select() for shard in shards]
-        versions = [data.column_versions() for data in watched]
+        # The method may replace columns in its batch, which is its own container, but not write into their tensors.
+        watched = [
+            (name, tensor, _version(tensor)) for shard in shards for name, tensor in shard.data.tensors().items()
+        ]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
         elif inspect.isgenerator(result):
             result = yield from result
-        for data, before in zip(watched, versions, strict=True):
-            changed = [name for name, version in data.column_versions().items() if version != before[name]]
-            if changed:
-                raise ValueError(
-                    f"{role}.{method} wrote in place into the input column {changed[0]!r}, which other workers share: "
-                    "write into a copy (`.clone()`) or make a new tensor"
-                )
+        changed = [name for name, tensor, version in watched if _version(tensor) != version]
+        if changed:
+            raise ValueError(
+                f"{role}.{method} wrote in place into the input column {changed[0]!r}, which other workers share: "
+                "write into a copy (`.clone()`) or make a new tensor"
+            )
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
-        result = result.select().to("cpu")
+        if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
+            result = result.select().to("cpu")  # in a container of its own: the worker may keep what it returned
         if not shards:
             return result
         if shards[0].ordered and len(result) not in (0, shards[0].num_rows):
@@ -105,11 +111,17 @@ class Invoker:
         return _without_padding(result, shards[0], method)
 
 
+def _version(tensor: torch.Tensor) -> int:
+    """torch's counter of in-place writes; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> DataProto:
     """Drop the outputs that belong to the padding rows this call added, and their mark."""
     if not shard.padded:
         return result
     if PAD_COLUMN in result.tensors() and not shard.marked_before:
+        result = result.select()
         result.pop(batch_keys=[PAD_COLUMN])
     if len(result) % shard.num_rows:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
+from verl_like.protocol.wire import from_wire, unpack_meta
 
 # Turns references into values, in order; anything that is not a reference of the backend passes through.
 Fetch = Callable[[list[Any]], list[Any]]
@@ -39,6 +41,32 @@ class Ordered:
                 f"the order of an Ordered batch names each of its {rows} rows once, got {self.order.shape} numbers: "
                 f"{self.order[:20].tolist()}"
             )
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """A batch as the driver sends it: references to the columns that are in the backend's store, and the rest.
+
+    Attributes:
+        rows: None for a batch without tensors.
+        segments: references to lists of WireTensors.
+        places: where each stored column is: (number of the segment, index in its list).
+        rest: the pickled (further columns by name, non_tensor_batch, packed meta_info), or a reference to it.
+    """
+
+    rows: int | None
+    segments: tuple[Any, ...]
+    places: dict[str, tuple[int, int]]
+    rest: Any
+
+    def resolve(self, fetch: Fetch) -> DataProto:
+        rest, *segments = fetch([self.rest, *self.segments])
+        wires, arrays, meta_info = pickle.loads(rest)  # noqa: S301 - the driver's own bytes
+        wires.update({name: segments[number][index] for name, (number, index) in self.places.items()})
+        batch = None
+        if self.rows is not None:
+            batch = TensorDict({name: from_wire(wire) for name, wire in wires.items()}, batch_size=[self.rows])
+        return DataProto(batch, arrays, unpack_meta(meta_info))
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,7 @@ class BatchShard:
         part_rows = [header.rows for header in fetch([part.header for part in self.parts])]
         total = sum(part_rows)
         if total == 0:
-            whole = DataProto.concat(fetch([part.payload for part in self.parts]))
+            whole = DataProto.concat(self._payloads(fetch, range(len(self.parts))))
             return ResolvedShard(whole, 0, 0, padded=False, ordered=False, marked_before=False)
         if self.positions is not None and total != self.total:
             raise ValueError(f"an order of {self.total} rows was given for a future of {total} rows: order all of them")
@@ -101,9 +129,9 @@ class BatchShard:
         owner = np.searchsorted(ends, positions, side="right")
         needed = np.unique(owner).tolist()
         taken, places = [], []
-        for part, payload in zip(needed, fetch([self.parts[part].payload for part in needed]), strict=True):
+        for part, payload in zip(needed, self._payloads(fetch, needed), strict=True):
             (place,) = np.nonzero(owner == part)
-            taken.append(_take(self._select(payload), positions[place] - (ends[part] - part_rows[part])))
+            taken.append(_take(payload, positions[place] - (ends[part] - part_rows[part])))
             places.append(place)
         if len(taken) == 1:
             return taken[0]
@@ -111,8 +139,11 @@ class BatchShard:
         in_order = np.array_equal(place, np.arange(len(place)))
         return DataProto.concat(taken, None if in_order else torch.from_numpy(place))
 
-    def _select(self, data: DataProto) -> DataProto:
-        return data if self.columns is None else select_columns(data, self.columns)
+    def _payloads(self, fetch: Fetch, parts: Sequence[int]) -> list[DataProto]:
+        """The batches of these parts, with the columns that are read."""
+        payloads = fetch([self.parts[part].payload for part in parts])
+        batches = [p.resolve(fetch) if isinstance(p, StoredBatch) else p for p in payloads]
+        return batches if self.columns is None else [select_columns(batch, self.columns) for batch in batches]
 
 
 @dataclass(frozen=True)

@@ -236,12 +236,13 @@ class BoundMethod:
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
         """What travels instead of a batch or a future: references that the worker resolves."""
-        if isinstance(value, BatchShard):
-            return replace(value, columns=self.spec.read_columns)
         if isinstance(value, DataProto | DataProtoFuture):
             if id(value) not in sent:
-                sent[id(value)] = replace(self.group.split(value, 1)[0], columns=self.spec.read_columns)
+                sent[id(value)] = self._reference(self.group.split(value, 1)[0], sent)
             return sent[id(value)]
+        columns = self.spec.read_columns
+        if isinstance(value, BatchShard) and columns is not None:
+            return replace(value, columns=columns)
         return value.forwarded() if isinstance(value, ValueFuture) else value
 
 

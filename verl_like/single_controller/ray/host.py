@@ -19,6 +19,9 @@ from verl_like.single_controller.ports import reserve_port
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
+# (role, method, args, kwargs, deadline in seconds): one argument, because Ray packs each argument on its own.
+Message = tuple[str, str, Sequence[Any], dict[str, Any], float]
+
 
 @dataclass(frozen=True)
 class HostInfo:
@@ -71,24 +74,23 @@ class WorkerHost:
         return self.classes
 
     @ray.method(num_returns=2)
-    def call(
-        self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], deadline_s: float
-    ) -> tuple[CallHeader, Any]:
-        """Run a method of a role; batches in the arguments are references, fetched within `deadline_s` seconds."""
+    def call(self, message: Message) -> tuple[CallHeader, Any]:
+        """Run a method of a role; batches in the arguments are references, fetched within the deadline."""
+        role, method, args, kwargs, deadline_s = message
         if self.start_error is not None:
             raise self.start_error
         worker = self.workers[role]
         return self.invoker.call(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
 
     @ray.method(num_returns="streaming")
-    def stream(
-        self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], deadline_s: float
-    ) -> Iterator[Any]:
+    def stream(self, message: Message) -> Iterator[Any]:
         """Like `call`, for a method that yields: what it yields, as it comes, then the header, then the result."""
+        role, method, args, kwargs, deadline_s = message
         if self.start_error is not None:
             raise self.start_error
+        worker = self.workers[role]
         yield from self.invoker.stream(
-            role, self.workers[role], method, args, kwargs, lambda references: fetch(references, deadline_s)
+            role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s)
         )
 
 
@@ -98,6 +100,8 @@ def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
     Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
     """
     wanted = [reference for reference in references if isinstance(reference, ray.ObjectRef)]
+    if not wanted:
+        return list(references)
     try:
         values = iter(ray.get(wanted, timeout=timeout))
     except RayTaskError as error:

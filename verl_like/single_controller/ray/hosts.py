@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -91,14 +92,26 @@ class RayHosts:
             self._infos = self.wait(self._started, self.role, "__init__", min(timeout, START_DEADLINE_S))
         return self._infos
 
-    def wait(self, references: Sequence[Any], role: str, method: str, timeout: float) -> list[Any]:
-        """The values of one reference per rank (of the first ranks), each of them small.
+    def wait(
+        self, references: Sequence[Any], role: str, method: str, timeout: float, results: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The values of one reference per rank (of the first ranks), each of them small, and then of `results`.
 
-        Looks at every rank, so that a failure of any shows while others still run or wait for it in a collective.
-        Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout.
+        Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout, and RayError if
+        only results were lost.
         """
-        now = time.monotonic()
-        deadline, give_up = now + timeout, float("inf")
+        deadline = time.monotonic() + timeout
+        # Ends at the first failure of any rank, also while others still run or wait for it in a collective.
+        with contextlib.suppress(RayError):
+            return ray.get([*references, *results], timeout=timeout)
+        values = self._wait_for_each(references, role, method, deadline, timeout)
+        return values + ray.get(list(results), timeout=READY_S)
+
+    def _wait_for_each(
+        self, references: Sequence[Any], role: str, method: str, deadline: float, timeout: float
+    ) -> list[Any]:
+        """Looks at every rank: which failed, died or is late."""
+        give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
         failures: dict[int, RayError] = {}

@@ -12,17 +12,17 @@ import ray
 from ray.exceptions import RayError
 
 from verl_like.protocol import DataProto, Part, PendingCall
-from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import MethodSpec
+from verl_like.single_controller.ray.column_store import COLUMN_STORE
 from verl_like.single_controller.ray.host import fetch
 from verl_like.single_controller.ray.hosts import READY_S, START_DEADLINE_S, RayHosts
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.ray.stream import RayStream
+from verl_like.single_controller.shard import StoredBatch
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 _log = logging.getLogger(__name__)
-# Smaller batches travel inside the call: reading the object store takes a rank longer than unpickling them.
-_INLINE_BYTES = 16 * 1024
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -171,11 +171,8 @@ class RayWorkerGroup(WorkerGroup):
     def _master(self) -> tuple[str, int]:
         return self.hosts.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
 
-    def put(self, data: DataProto) -> Any:
-        num_bytes = sum(tensor.nbytes for tensor in data.tensors().values())
-        if num_bytes <= _INLINE_BYTES and not data.non_tensor_batch:  # the size of objects is not known
-            return data
-        return ray.put(data)
+    def put(self, data: DataProto) -> StoredBatch:
+        return COLUMN_STORE.put(data)
 
     def submit(
         self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
@@ -183,17 +180,27 @@ class RayWorkerGroup(WorkerGroup):
         self.hosts.check_running()
         if spec.streams:
             generators = [
-                self.workers[rank].stream.remote(self.role, spec.name, args, kwargs, self.deadline_s)
+                self.workers[rank].stream.remote((self.role, spec.name, args, kwargs, self.deadline_s))
                 for rank, (args, kwargs) in enumerate(calls)
             ]
             return RayStream(self, spec.name, generators, collect_ranks)
         references = [
-            self.workers[rank].call.remote(self.role, spec.name, args, kwargs, self.deadline_s)
+            self.workers[rank].call.remote((self.role, spec.name, args, kwargs, self.deadline_s))
             for rank, (args, kwargs) in enumerate(calls)
         ]
         submitted = _SubmittedCall(spec.name, [header for header, _ in references])
         self._unreported.append(submitted)
         return RayCall(self, submitted, [payload for _, payload in references], collect_ranks)
+
+    def report_call(self, call: _SubmittedCall, headers: Sequence[CallHeader]) -> None:
+        """Tell `on_call` about a call of which these are the headers of all ranks, and about others that finished."""
+        unreported = set(call.unreported)
+        self.report(
+            [header for header, reference in zip(headers, call.headers, strict=True) if reference in unreported]
+        )
+        call.unreported = []
+        self._unreported = [call for call in self._unreported if call.unreported]
+        self.report_finished_calls()
 
     def report_finished_calls(self) -> None:
         """Tell `on_call` about the calls that have finished, also those whose futures nobody waits for."""
@@ -244,15 +251,15 @@ class RayCall:
         hosts, role, method = self.group.hosts, self.group.role, self.submitted.method
         self.submitted.waited_for = True
         hosts.wait_until_started(timeout)  # a failed start is the first thing to report
-        hosts.wait(self.headers, role, method, deadline - time.monotonic())
-        self.group.report_finished_calls()
-        outputs: list[Any] = [None] * len(self.payloads)
-        left = max(READY_S, deadline - time.monotonic())
+        collected = [self.payloads[rank] for rank in self.collect_ranks]
         try:
-            collected = self.fetch([self.payloads[rank] for rank in self.collect_ranks], left)
+            values = hosts.wait(self.headers, role, method, deadline - time.monotonic(), collected)
         except RayError as error:
             raise RuntimeError(f"{role}.{method} finished, but its results were lost: {error}") from error
-        for rank, output in zip(self.collect_ranks, collected, strict=True):
+        num_ranks = len(self.headers)
+        self.group.report_call(self.submitted, values[:num_ranks])
+        outputs: list[Any] = [None] * num_ranks
+        for rank, output in zip(self.collect_ranks, values[num_ranks:], strict=True):
             outputs[rank] = output
         return outputs
 

@@ -1,0 +1,95 @@
+"""The columns that a driver has put into Ray's object store: each of them once, as long as its tensor lives."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray import cloudpickle
+
+from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import is_jagged, jagged_parts
+from verl_like.protocol.wire import WireTensor, pack_meta, to_wire
+from verl_like.single_controller.shard import StoredBatch
+
+# Smaller pieces travel inside the call: reading the object store takes a rank longer than unpickling them.
+_INLINE_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class _Column:
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    segment: Any  # reference to a list of WireTensors
+    index: int
+
+
+class ColumnStore:
+    """Puts batches so that a tensor's bytes leave the driver once.
+
+    The columns of a batch that are not in the store yet become one object, a segment. A tensor is known by its identity
+    and torch's counter of in-place writes, so one that was written into is put again. An entry goes with its tensor,
+    and Ray frees a segment once no entry and no call in flight refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[int, _Column] = {}  # by id(tensor)
+        self._ray_worker_id = ""
+
+    def put(self, data: DataProto) -> StoredBatch:
+        """References to the columns; what is small, object arrays and meta_info go along, pickled."""
+        worker_id = ray.get_runtime_context().get_worker_id()
+        if worker_id != self._ray_worker_id:  # references are of no use to another Ray than the one they came from
+            self._columns.clear()
+            self._ray_worker_id = worker_id
+        tensors = data.tensors()
+        stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
+        fresh = {name: to_wire(tensor) for name, tensor in tensors.items() if name not in stored}
+        if sum(wire.array.nbytes for wire in fresh.values()) > _INLINE_BYTES:
+            segment = ray.put(list(fresh.values()))
+            for index, name in enumerate(fresh):
+                stored[name] = self._remember(tensors[name], segment, index)
+            fresh = {}
+        rest = (fresh, data.non_tensor_batch, pack_meta(data.meta_info))
+        segments = tuple({column.segment for column in stored.values()})
+        places = {name: (segments.index(column.segment), column.index) for name, column in stored.items()}
+        return StoredBatch(None if data.batch is None else len(data), segments, places, _pickled(rest))
+
+    def _find(self, tensor: torch.Tensor) -> _Column | None:
+        column = self._columns.get(id(tensor))
+        known = column is not None and column.tensor() is tensor and column.version == _version(tensor)
+        return column if known else None
+
+    def _remember(self, tensor: torch.Tensor, segment: Any, index: int) -> _Column:
+        key = id(tensor)
+
+        def forget(reference: weakref.ref[torch.Tensor]) -> None:
+            column = self._columns.get(key)
+            if column is not None and column.tensor is reference:  # else the id is already another tensor's
+                del self._columns[key]
+
+        version = _version(tensor)
+        column = _Column(weakref.ref(tensor, forget), version, segment, index)
+        if version >= 0:
+            self._columns[key] = column
+        return column
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """torch's counter of in-place writes; -1 for inference tensors, which have none, so they are not remembered."""
+    if is_jagged(tensor):
+        tensor = jagged_parts(tensor)[0]
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _pickled(rest: tuple[dict[str, WireTensor], dict[str, Any], Any]) -> Any:
+    """As bytes, or a reference to them if they are many."""
+    pickled = cloudpickle.dumps(rest)
+    return pickled if len(pickled) <= 2 * _INLINE_BYTES else ray.put(pickled)
+
+
+# One for all groups of a driver, which are given the same batch one after the other.
+COLUMN_STORE = ColumnStore()
