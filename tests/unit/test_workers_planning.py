@@ -1,0 +1,140 @@
+"""Micro-batches cover every row within their budget; shares of work are even; mini-batches fit any number of ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_like.workers.planning import balance, balanced_rank_order, pack_into_micro_batches, rank_order
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
+
+
+def first_fit_decreasing(lengths, capacity):
+    """The rule as it is told: each length, the longest first, into the first bin with room."""
+    room = []
+    for length in sorted(lengths, reverse=True):
+        fitting = next((index for index, left in enumerate(room) if left >= length), None)
+        if fitting is None:
+            room.append(capacity - length)
+        else:
+            room[fitting] -= length
+    return len(room)
+
+
+def rows_of(parts):
+    return sorted(row for rows in parts for row in rows)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(100, 400), st.integers(1, 70))
+def test_micro_batches_hold_every_row_once_within_the_budget_in_no_more_bins_than_first_fit(lengths, budget, at_least):
+    micro_batches = pack_into_micro_batches(lengths, budget, at_least=at_least)
+    tokens = [sum(lengths[row] for row in rows) for rows in micro_batches]
+    assert rows_of(micro_batches) == list(range(len(lengths)))
+    assert all(rows for rows in micro_batches) and max(tokens) <= budget
+    assert len(micro_batches) == min(max(first_fit_decreasing(lengths, budget), at_least), len(lengths))
+    assert tokens == sorted(tokens, reverse=True)
+
+
+def packed_lengths(lengths, budget, at_least=1):
+    return [
+        sorted(lengths[row] for row in rows) for rows in pack_into_micro_batches(lengths, budget, at_least=at_least)
+    ]
+
+
+def test_micro_batches_are_even_where_the_budget_leaves_room():
+    # First fit would fill three rows of 4 into one and leave the last alone.
+    assert packed_lengths([4, 4, 4, 4], 12) == [[4, 4], [4, 4]]
+
+
+def test_where_even_micro_batches_would_break_the_budget_first_fit_fills_them():
+    # The longest first to the emptiest: 3 + 2 + 2 = 7 in the first.
+    assert packed_lengths([3, 2, 3, 2, 2], 6) == [[3, 3], [2, 2, 2]]
+
+
+def test_one_more_micro_batch_than_first_fit_needs_keeps_the_budget_too():
+    # Shared out evenly over 8, the longest first, one of them would have 38 + 34 + 29 = 101.
+    lengths = [59, 53, 52, 49, 42, 42, 38, 38, 34, 34, 34, 34, 34, 33, 31, 30, 29]
+    assert len(packed_lengths(lengths, 100)) == 7
+    packed = packed_lengths(lengths, 100, at_least=8)
+    assert len(packed) == 8 and max(map(sum, packed)) <= 100
+
+
+def test_more_micro_batches_can_be_asked_for_up_to_one_a_row():
+    assert packed_lengths([4, 4, 4, 4], 16, at_least=3) == [[4, 4], [4], [4]]
+    assert packed_lengths([5, 5], 10, at_least=9) == [[5], [5]]
+    assert packed_lengths([], 10, at_least=2) == []
+
+
+def test_a_row_longer_than_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"row 2 has 12 tokens, more than the 10 .*max_token_len_per_gpu"):
+        pack_into_micro_batches([3, 9, 12], 10)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=60), st.integers(1, 9), st.booleans())
+def test_shares_hold_every_row_once_and_have_equal_sizes_where_asked(work, num_parts, equal_size):
+    work = work[: len(work) // num_parts * num_parts] if equal_size else work
+    if not work:
+        return
+    parts = balance(work, num_parts, equal_size=equal_size)
+    assert rows_of(parts) == list(range(len(work))) and len(parts) == num_parts
+    if equal_size:
+        assert {len(rows) for rows in parts} == {len(work) // num_parts}
+
+
+@pytest.mark.parametrize("equal_size", [True, False])
+@pytest.mark.parametrize(("rows", "num_parts"), [(128, 8), (2048, 64), (1024, 16)])
+@pytest.mark.parametrize("law", ["lognormal", "uniform", "bimodal"])
+def test_shares_of_many_rows_are_even(law, rows, num_parts, equal_size):
+    draw = np.random.default_rng(0)
+    work = {
+        "lognormal": draw.lognormal(6.5, 1, rows).clip(max=8192),
+        "uniform": draw.uniform(64, 8192, rows),
+        "bimodal": np.where(draw.random(rows) < 0.8, draw.uniform(100, 600, rows), draw.uniform(5000, 8192, rows)),
+    }[law]
+    shares = np.array([work[part].sum() for part in balance(work, num_parts, equal_size=equal_size)])
+    assert shares.max() / shares.mean() < 1.0005
+
+
+def test_exchanges_improve_on_both_starts():
+    # 1 + 8 and 4 + 5 are even; the longest first gives 8 + 1 too, and differencing pairs (8, 5) and (4, 1).
+    assert balance([8, 5, 4, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
+    # Without equal sizes the one long row stays alone.
+    assert sorted(balance([90, 10, 20, 30, 30], 2, equal_size=False)) == [[0], [1, 2, 3, 4]]
+
+
+def test_shares_of_equal_size_need_rows_that_divide():
+    with pytest.raises(ValueError, match="5 rows do not divide into 2 shares"):
+        balance([1, 2, 3, 4, 5], 2, equal_size=True)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_mini_batch_has_the_same_rows_on_any_number_of_ranks_and_every_rank_as_many(data):
+    num_mini_batches, share = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([12, 24]))
+    work = data.draw(
+        st.lists(st.integers(1, 1000), min_size=num_mini_batches * share, max_size=num_mini_batches * share)
+    )
+    for world_size in (1, 2, 3, 4, 6, 12):
+        order = balanced_rank_order(work, share, world_size)
+        by_rank = order.reshape(world_size, num_mini_batches, share // world_size)
+        for index in range(num_mini_batches):
+            assert sorted(by_rank[:, index].flatten()) == list(range(index * share, (index + 1) * share))
+
+
+def test_ranks_get_about_the_same_work_in_every_mini_batch():
+    # Two long rows and two short ones in each half: taken as they come, one rank would have both long ones.
+    work = [100, 90, 1, 2, 3, 70, 4, 80]
+    assert rank_order(8, mini_batch_rows=4, world_size=2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    order = balanced_rank_order(work, 4, 2)
+    assert order.dtype == np.int64
+    loads = np.asarray(work)[order].reshape(2, 2, 2).sum(-1).T.tolist()  # of the ranks, by mini-batch
+    assert sorted(loads[0]) == [92, 101] and sorted(loads[1]) == [74, 83]
+
+
+def test_rows_that_do_not_split_evenly_are_refused():
+    for order in (lambda: rank_order(8, 4, 3), lambda: balanced_rank_order([1] * 8, 4, 3)):
+        with pytest.raises(ValueError, match="8 rows in mini-batches of 4 do not split evenly over 3 ranks"):
+            order()

@@ -1,0 +1,226 @@
+"""Plans who computes what: rows into micro-batches by a token budget, and work into equal shares.
+
+Plain functions of lengths, without torch or processes, so that every rank and the driver can plan alike.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+# Legend: B rows of a batch.
+
+_TOLERANCE = 2e-4
+"""Shares are even enough when the greatest is at most this far above the mean."""
+_ROUNDS, _PATIENCE = 40, 10
+"""Most rounds of exchanges, and rounds without a gain after which they end."""
+_WIDTH = 128
+"""Rows of a share that one round looks at; of a larger share an even sample, another one each round."""
+
+
+def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:
+    """The rows of each micro-batch: as few as first-fit decreasing needs, of even size where that fits.
+
+    First-fit decreasing (Johnson 1973) needs at most 11/9 of the least possible number, plus 6/9 (Dosa 2007).
+
+    Args:
+        lengths: (B,) tokens of each row, all positive.
+        max_tokens: most tokens of a micro-batch.
+        at_least: how many micro-batches to make, where there are as many rows; ranks that step together give the
+            largest number that any of them needs.
+
+    Returns:
+        Row indices, the micro-batch with the most tokens first.
+
+    Raises:
+        ValueError: a row is longer than a micro-batch may be.
+    """
+    lengths = np.asarray(lengths).tolist()
+    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+    if longest is not None and lengths[longest] > max_tokens:
+        raise ValueError(
+            f"row {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; raise the "
+            "*_max_token_len_per_gpu of this pass to at least the longest sequence."
+        )
+    fewest = _first_fit_decreasing(lengths, max_tokens)
+    count = min(max(len(fewest), at_least), len(lengths))
+    micro_batches = _longest_first(lengths, count)
+    if max(_totals(micro_batches, lengths), default=0) > max_tokens:
+        micro_batches = fewest
+        while len(micro_batches) < count:
+            largest = max(micro_batches, key=len)
+            micro_batches.append([largest.pop() for _ in range(len(largest) // 2)])
+    tokens = _totals(micro_batches, lengths)
+    return [micro_batches[index] for index in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)]
+
+
+def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: bool) -> list[list[int]]:
+    """Shares of about the same work.
+
+    The better of two starts, the differencing method (Karmarkar & Karp 1982) on groups of `num_parts` rows and the
+    longest first (Graham 1969), then exchanges of rows between heavy and light shares.
+
+    Args:
+        work: (B,) work of each row, in any unit, not negative.
+        num_parts: shares to make.
+        equal_size: whether every share has the same number of rows.
+
+    Returns:
+        Row indices of each share, ascending.
+
+    Raises:
+        ValueError: equal sizes are wanted, but the rows do not divide.
+    """
+    num_rows = len(work)
+    if equal_size and num_rows % num_parts:
+        raise ValueError(f"{num_rows} rows do not divide into {num_parts} shares of the same size.")
+    rows_per_part = -(-num_rows // num_parts)
+    # Row number B stands for no row: it fills shares up to one width, and who swaps a row for it gives the row away.
+    work_B1 = np.append(np.asarray(work, dtype=np.float64), 0.0)
+    longest_first = _longest_first(work_B1[:-1].tolist(), num_parts, rows_per_part if equal_size else num_rows)
+    starts = [_differencing(work_B1, num_parts, rows_per_part), _as_table(longest_first, num_rows)]
+    shares = min(starts, key=lambda table: work_B1[table].sum(1).max())
+    if not equal_size:
+        shares = np.pad(shares, ((0, 0), (0, 1)), constant_values=num_rows)
+    _exchange(shares, work_B1)
+    return [sorted(row for row in rows if row < num_rows) for rows in shares.tolist()]
+
+
+def balanced_rank_order(work_B: Sequence[float] | np.ndarray, mini_batch_rows: int, world_size: int) -> np.ndarray:
+    """The order in which equal shards make up the same mini-batches for every number of ranks, with about equal work.
+
+    Mini-batch i is rows i * mini_batch_rows to (i + 1) * mini_batch_rows of the batch; every rank gets the same number
+    of them, and about the same work in each.
+
+    Args:
+        work_B: (B,) work of each row, in any unit.
+        mini_batch_rows: rows of a mini-batch over all ranks; B for a pass that has none.
+        world_size: data-parallel ranks.
+
+    Returns:
+        (B,) int64: rank r takes the r-th of `world_size` equal slices, in it one mini-batch after the other.
+
+    Raises:
+        ValueError: rows do not divide by `mini_batch_rows`, or those not by `world_size`.
+    """
+    num_rows = len(work_B)
+    _require_even_mini_batches(num_rows, mini_batch_rows, world_size)
+    work_B = np.asarray(work_B)
+    order = np.empty((world_size, num_rows // mini_batch_rows, mini_batch_rows // world_size), dtype=np.int64)
+    for index, first in enumerate(range(0, num_rows, mini_batch_rows)):
+        parts = balance(work_B[first : first + mini_batch_rows], world_size, equal_size=True)
+        order[:, index] = first + np.sort(parts, axis=1)
+    return order.reshape(-1)
+
+
+def rank_order(num_rows: int, mini_batch_rows: int, world_size: int) -> np.ndarray:
+    """`balanced_rank_order` without the balance: every rank takes its rows of a mini-batch as they come."""
+    _require_even_mini_batches(num_rows, mini_batch_rows, world_size)
+    shares = np.arange(num_rows).reshape(-1, world_size, mini_batch_rows // world_size)
+    return shares.transpose(1, 0, 2).reshape(-1)
+
+
+def _require_even_mini_batches(num_rows: int, mini_batch_rows: int, world_size: int) -> None:
+    if num_rows % mini_batch_rows or mini_batch_rows % world_size:
+        raise ValueError(
+            f"{num_rows} rows in mini-batches of {mini_batch_rows} do not split evenly over {world_size} ranks; "
+            "choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
+        )
+
+
+def _totals(parts: list[list[int]], work: list[float]) -> list[float]:
+    return [sum(map(work.__getitem__, rows)) for rows in parts]
+
+
+def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Bins by the rule "longest first, each into the first bin that has room", filled one bin after the other.
+
+    A bin gets, again and again, the longest row left that fits: the same bins, at a binary search a row.
+    """
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
+    sizes = [lengths[row] for row in rows]
+    bins: list[list[int]] = []
+    while rows:
+        bins.append([])
+        room = capacity
+        while fitting := bisect_right(sizes, room):
+            room -= sizes.pop(fitting - 1)
+            bins[-1].append(rows.pop(fitting - 1))
+    return bins
+
+
+def _longest_first(work: list[float], num_parts: int, max_rows: int | None = None) -> list[list[int]]:
+    """Each row, the longest first, to the part with the least work so far that has fewer than `max_rows` rows."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [(0.0, part) for part in range(num_parts)]  # a heap
+    for row in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        load, part = loads[0]
+        parts[part].append(row)
+        if len(parts[part]) == max_rows:
+            heapq.heappop(loads)
+        else:
+            heapq.heapreplace(loads, (load + work[row], part))
+    return parts
+
+
+def _as_table(parts: list[list[int]], no_row: int) -> np.ndarray:
+    """(parts, most rows of a part) int64, filled up with `no_row`."""
+    table = np.full((len(parts), max(map(len, parts))), no_row)
+    for part, rows in enumerate(parts):
+        table[part, : len(rows)] = rows
+    return table
+
+
+def _differencing(work_B1: np.ndarray, num_parts: int, rows_per_part: int) -> np.ndarray:
+    """(parts, rows per part): of each group of rows that are next in size one goes to each part.
+
+    The two groups whose parts differ most are joined, the heaviest part of one with the lightest of the other, until
+    one is left.
+    """
+    order = np.argsort(-work_B1[:-1], kind="stable")
+    filled = np.append(order, np.full(num_parts * rows_per_part - len(order), len(order)))
+    groups = []
+    for number, rows in enumerate(filled.reshape(rows_per_part, num_parts)):
+        loads = work_B1[rows]  # of the parts, the heaviest first
+        groups.append((loads[-1] - loads[0], number, loads, rows[:, None]))
+    heapq.heapify(groups)
+    while len(groups) > 1:
+        _, number, loads, rows = heapq.heappop(groups)
+        _, _, other_loads, other_rows = heapq.heappop(groups)
+        loads = loads + other_loads[::-1]
+        heaviest_first = np.argsort(-loads, kind="stable")
+        loads = loads[heaviest_first]
+        rows = np.concatenate([rows, other_rows[::-1]], axis=1)[heaviest_first]
+        heapq.heappush(groups, (loads[-1] - loads[0], number, loads, rows))
+    return groups[0][3]
+
+
+def _exchange(shares: np.ndarray, work_B1: np.ndarray) -> None:
+    """Makes the work of `shares`, a table of row numbers, more even, in place.
+
+    Each round pairs the heavier half of the shares with the lighter half, the heaviest with the lightest in the first
+    and with another one in each later round. A pair swaps the two rows that bring it closest to equal work.
+    """
+    loads = work_B1[shares].sum(1)
+    half, best, stale = len(shares) // 2, loads.max(), 0
+    stride = 1 + shares.shape[1] // _WIDTH
+    for number in range(_ROUNDS):
+        if loads.max() <= (1 + _TOLERANCE) * loads.mean() or stale == _PATIENCE:
+            return
+        heaviest_first = np.argsort(-loads, kind="stable")
+        heavy, light = heaviest_first[:half], np.roll(heaviest_first[::-1][:half], -number)
+        looked_at = slice(number % stride, None, stride)
+        gap = loads[heavy] - loads[light]
+        moved = work_B1[shares[heavy, looked_at]][:, :, None] - work_B1[shares[light, looked_at]][:, None, :]
+        nearest = np.abs(moved - gap[:, None, None] / 2).reshape(half, -1).argmin(1)
+        mine, theirs = np.divmod(nearest, moved.shape[2])
+        moved = moved[np.arange(half), mine, theirs]
+        helps = (moved > 0) & (moved < gap)
+        heavy, light, moved = heavy[helps], light[helps], moved[helps]
+        mine, theirs = (column[helps] * stride + looked_at.start for column in (mine, theirs))
+        shares[heavy, mine], shares[light, theirs] = shares[light, theirs], shares[heavy, mine]
+        loads[heavy] -= moved
+        loads[light] += moved
+        stale = 0 if loads.max() < best else stale + 1
+        best = min(best, loads.max())
