@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from verl_like.protocol import DataProto
 from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
-from verl_like.workers.rollout import build_rollout_engine
+from verl_like.workers.rollout import FinishedSample, base, build_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
@@ -47,6 +47,19 @@ class RolloutProcess:
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.engine, method)(*args)
+
+    def stream(self, batch: DataProto, *, give_up: bool = False) -> tuple[list[list[FinishedSample]], DataProto | None]:
+        """What the engine yields, however soon it comes, and what it returns unless it is given up after one part."""
+        base._SECONDS_BETWEEN_PARTS = 0.0
+        parts, stream = [], self.engine.stream_sequences(batch)
+        while True:
+            try:
+                parts.append(next(stream))
+            except StopIteration as end:
+                return parts, end.value
+            if give_up:
+                stream.close()
+                return parts, None
 
     def call_without_loading(self, method: str, *args: Any) -> Any:
         """Calls the engine while its `_load`, which overwrites the weights, does nothing."""
@@ -212,6 +225,48 @@ def test_a_step_is_drawn_again_the_same_and_another_step_differs(process: Any, t
     assert torch.equal(first.batch["responses"], again.batch["responses"])
     assert torch.equal(first.batch["rollout_log_probs"], again.batch["rollout_log_probs"])
     assert not torch.equal(first.batch["responses"], other.batch["responses"])
+
+
+def test_responses_are_told_as_they_end_and_a_generation_can_be_given_up(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    call(process, "load_weights", export(tied_model[1], 2), 2)
+    parts, output = ray.get(process.stream.remote(prompt_batch()), timeout=DEADLINE_S)
+    lengths = output.batch["response_mask"].sum(-1).tolist()
+    told = [(row_of(sample), len(sample.token_ids)) for part in parts for sample in part]
+    # A step of the engine is a token of every response, so they end in the order of their lengths.
+    assert told == sorted(told, key=lambda sample: sample[1]) and len(parts) >= 3
+    for row, length in told:
+        assert lengths[row] == length
+    for sample in (sample for part in parts for sample in part):
+        assert output.batch["responses"][row_of(sample)][: len(sample.token_ids)].tolist() == list(sample.token_ids)
+
+    first, nothing = ray.get(process.stream.remote(prompt_batch(), give_up=True), timeout=DEADLINE_S)
+    assert len(first) == 1 and nothing is None
+    again = call(process, "generate_sequences", prompt_batch())
+    assert torch.equal(again.batch["responses"], output.batch["responses"])
+
+
+def row_of(sample: FinishedSample) -> int:
+    """Its row among the responses, 4 to a prompt."""
+    return 4 * int(sample.uid.removeprefix("0-")) + sample.index
+
+
+def test_a_prompt_is_computed_once_for_its_samples_and_again_with_new_weights(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    def hit_rate() -> float:
+        metric = call(process, "generate_sequences", prompt_batch()).meta_info["metrics"][
+            "rollout/prefix_cache_hit_rate"
+        ]
+        return metric.value
+
+    call(process, "load_weights", export(tied_model[1], 2), 2)
+    # Of 4 x (3 + 1 + 140) prompt tokens, three of the four long prompts find its first block of 128; later all do.
+    assert hit_rate() == pytest.approx(3 * 128 / 576)
+    assert hit_rate() == pytest.approx(4 * 128 / 576)
+    call(process, "load_weights", export(tied_model[1], 2), 2)
+    assert hit_rate() == pytest.approx(3 * 128 / 576)
 
 
 def test_first_tokens_are_drawn_with_the_models_probabilities(process: Any, tied_model: ModelAndFolder) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto
 from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
-from verl_like.workers.rollout import RolloutEngine, RolloutError, build_rollout_engine
-from verl_like.workers.rollout.base import Completion, Sampling, assemble, check_completions, step_seed
+from verl_like.workers.rollout import RolloutEngine, RolloutError, base, build_rollout_engine
+from verl_like.workers.rollout.base import Completion, FinishedSample, Sampling, assemble, check_completion, step_seed
+from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.weight_sync import WeightSyncError, collect_weights
 
 PROMPTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34]]
@@ -176,30 +177,84 @@ SAMPLING = Sampling(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, sto
 
 
 @pytest.mark.parametrize(
-    ("group", "message"),
+    ("completion", "message"),
     [
-        ([], "returned 0 responses for row 1 (uid 0-1), not n=1"),
-        ([GOOD, GOOD], "returned 2 responses for row 1 (uid 0-1), not n=1"),
-        ([Completion([], [])], "Response 0 of row 1 (uid 0-1) has 0 tokens"),
-        ([Completion([40] * 5, [-1.0] * 5)], "Response 0 of row 1 (uid 0-1) has 5 tokens, but 1 to 4 are possible"),
-        ([Completion([40, 68, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 68"),
-        ([Completion([40, -1, 1], [-1.0] * 3)], "row 1 (uid 0-1) has tokens outside of the vocabulary of 68"),
-        ([Completion([40, 41], [-1.0] * 2)], "stops after 2 of 4 tokens at token 41"),
-        ([dataclasses.replace(GOOD, log_probs=[-1.0, math.nan, -3.0])], "log-probabilities [-1.0, nan, -3.0]"),
-        ([dataclasses.replace(GOOD, log_probs=[-1.0])], "has 3 tokens but log-probabilities [-1.0]"),
+        (Completion([], []), "row 1 has 0 tokens"),
+        (Completion([40] * 5, [-1.0] * 5), "row 1 has 5 tokens, but 1 to 4 are possible"),
+        (Completion([40, 68, 1], [-1.0] * 3), "row 1 has tokens outside of the vocabulary of 68"),
+        (Completion([40, -1, 1], [-1.0] * 3), "row 1 has tokens outside of the vocabulary of 68"),
+        (Completion([40, 41], [-1.0] * 2), "stops after 2 of 4 tokens at token 41"),
+        (dataclasses.replace(GOOD, log_probs=[-1.0, math.nan, -3.0]), "log-probabilities [-1.0, nan, -3.0]"),
+        (dataclasses.replace(GOOD, log_probs=[-1.0]), "has 3 tokens but log-probabilities [-1.0]"),
     ],
 )
-def test_output_that_is_not_a_response_is_refused_by_row_and_uid(group: list[Completion], message: str) -> None:
-    labels = ["row 0 (uid 0-0)", "row 1 (uid 0-1)"]
-    check_completions([[GOOD], [GOOD]], labels, SAMPLING, vocab_size=68)
+def test_output_that_is_not_a_response_is_refused(completion: Completion, message: str) -> None:
+    check_completion(GOOD, "row 1", SAMPLING, vocab_size=68)
     with pytest.raises(RolloutError) as error:
-        check_completions([[GOOD], group], labels, SAMPLING, vocab_size=68)
+        check_completion(completion, "row 1", SAMPLING, vocab_size=68)
     assert message in str(error.value)
 
 
-def test_a_missing_answer_is_refused() -> None:
-    with pytest.raises(RolloutError, match="answered 1 of 2 prompts"):
-        check_completions([[GOOD]], ["row 0", "row 1"], SAMPLING, vocab_size=68)
+class Careless(HfEngine):
+    """Changes what it generated before it gives it back."""
+
+    def _generate(self, *args: Any) -> Iterator[list[tuple[int, int, Completion]]]:
+        for finished in super()._generate(*args):
+            yield [
+                (row, k, dataclasses.replace(completion, token_ids=[]) if (row, k) == self.empties else completion)
+                for row, k, completion in finished
+                if (row, k) != self.loses
+            ]
+
+
+def test_a_lost_or_damaged_response_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    engine.__class__, engine.loses, engine.empties = Careless, (1, 2), None
+    with pytest.raises(RolloutError, match=r"returned 2 responses for row 1 \(uid 0-1\), not n=3"):
+        engine.generate_sequences(prompt_batch())
+    engine.loses, engine.empties = None, (2, 0)
+    with pytest.raises(RolloutError, match=r"Response 0 of row 2 \(uid 0-2\) has 0 tokens"):
+        engine.generate_sequences(prompt_batch())
+
+
+def parts_and_result(engine: RolloutEngine, prompts: DataProto) -> tuple[list[list[FinishedSample]], DataProto]:
+    parts, stream = [], engine.stream_sequences(prompts)
+    while True:
+        try:
+            parts.append(next(stream))
+        except StopIteration as end:
+            return parts, end.value
+
+
+def test_finished_responses_are_told_while_others_are_generated(
+    model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
+    engine = make_engine(model, max_num_seqs=3)  # a prompt at a time
+    prompts = prompt_batch()
+    parts, output = parts_and_result(engine, prompts)
+    assert output.equal(engine.generate_sequences(prompts))
+    assert [[(sample.uid, sample.index) for sample in part] for part in parts] == [
+        [(f"0-{row}", k) for k in range(3)] for row in range(3)
+    ]
+    for sample, responses, mask in zip(
+        [sample for part in parts for sample in part],
+        output.batch["responses"],
+        output.batch["response_mask"].bool(),
+        strict=True,
+    ):
+        assert list(sample.token_ids) == responses[mask].tolist()
+
+
+def test_nothing_is_told_of_padding_rows_or_of_prompts_without_a_uid(
+    model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
+    engine = make_engine(model, max_num_seqs=3)
+    padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, True])}))
+    parts, output = parts_and_result(engine, padded)
+    assert {sample.uid for part in parts for sample in part} == {"0-0", "0-1"} and len(output) == 9
+    assert parts_and_result(engine, prompt_batch().select(non_tensor_batch_keys=[]))[0] == []
 
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +56,7 @@ class RewardResult:
     ]  # (B,) float64 (NaN where missing) if all are numbers, else object (None where missing)
     num_errors: int  # samples whose function raised, died or returned something unusable
     num_timeouts: int  # samples that had no answer within timeout_s; not counted in num_errors
+    ran: list[tuple[int, float, float]]  # (process id, start, end) of each sample that had an answer, by time.time()
 
 
 class RewardError(RuntimeError):
@@ -70,6 +71,7 @@ class _Answer:
     extra: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     timed_out: bool = False
+    ran: tuple[int, float, float] | None = None
 
 
 class RewardManager:
@@ -117,10 +119,15 @@ class RewardManager:
 
     def submit(self, samples: list[RewardSample]) -> "PendingRewards":
         """Starts scoring and returns at once."""
-        self._futures = [future for future in self._futures if not future.done()]
-        pending = PendingRewards(self, samples, num_ahead=len(self._futures))
-        self._futures += pending.futures
+        pending = self.expect(len(samples))
+        for index, sample in enumerate(samples):
+            pending.submit(index, sample)
         return pending
+
+    def expect(self, num_samples: int) -> "PendingRewards":
+        """For samples that are still to come, one after the other, in any order: see `PendingRewards.submit`."""
+        self._futures = [future for future in self._futures if not future.done()]
+        return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
     def check(self, sample: RewardSample) -> RewardResult:
         """Scores one sample (row 0 with an empty or invented response) before training.
@@ -149,7 +156,9 @@ class RewardManager:
             self._pool.join()
             self._pool = self._start_pool()
         arguments = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
-        return self._pool.schedule(worker.score_sample, args=arguments, timeout=self.timeout_s)
+        future = self._pool.schedule(worker.score_sample, args=arguments, timeout=self.timeout_s)
+        self._futures.append(future)
+        return future
 
     def _start_pool(self) -> ProcessPool:
         spec = self.reward_fn
@@ -160,20 +169,30 @@ class RewardManager:
 
 
 class PendingRewards:
-    """Samples that are being scored."""
+    """Samples that are being scored, or will be."""
 
-    def __init__(self, manager: RewardManager, samples: list[RewardSample], num_ahead: int) -> None:
+    def __init__(self, manager: RewardManager, num_samples: int, num_ahead: int) -> None:
         self._manager = manager
-        self._samples = samples
+        self._samples: list[RewardSample | None] = [None] * num_samples
+        self._futures: list[ProcessFuture | None] = [None] * num_samples
         self._answers: list[_Answer] | None = None
         self._error: RewardError | None = None
-        rounds = math.ceil((num_ahead + len(samples)) / manager.num_workers)
+        rounds = math.ceil((num_ahead + num_samples) / manager.num_workers)
         self._longest_s = _START_S + rounds * (manager.timeout_s + _RESTART_S)
-        self.futures = [manager.schedule(sample) for sample in samples]
+
+    def submit(self, index: int, sample: RewardSample) -> None:
+        """Starts scoring the sample that comes `index`-th in the result."""
+        assert self._samples[index] is None, f"sample {index} was submitted already"
+        self._samples[index] = sample
+        self._futures[index] = self._manager.schedule(sample)
+
+    def missing(self) -> list[int]:
+        """The samples that were not submitted yet; `get` needs all."""
+        return [index for index, sample in enumerate(self._samples) if sample is None]
 
     def done(self) -> bool:
         """True when `get` does not wait."""
-        return all(future.done() for future in self.futures)
+        return all(future is not None and future.done() for future in self._futures)
 
     def get(self, timeout: float | None = None) -> RewardResult:
         """Waits for all samples, at most `timeout` seconds (default: as long as it takes if every sample hangs).
@@ -186,7 +205,7 @@ class PendingRewards:
         manager = self._manager
         errors = [answer for answer in answers if answer.error]
         if errors and manager.on_error == "score":
-            answers = [_Answer(score=0.0) if answer.error else answer for answer in answers]
+            answers = [replace(answer, score=0.0) if answer.error else answer for answer in answers]
         if errors:
             logger.warning(
                 "%d of %d samples could not be scored (reward.on_error=%s), the first: %s",
@@ -199,6 +218,7 @@ class PendingRewards:
             extra=_extra_columns(answers),
             num_errors=len(errors) - num_timeouts,
             num_timeouts=num_timeouts,
+            ran=[answer.ran for answer in answers if answer.ran is not None],
         )
 
     def answers(self, timeout: float | None) -> list[_Answer]:
@@ -212,7 +232,8 @@ class PendingRewards:
                 answers.append(self._wait(index, deadline))
                 if answers[-1].error and self._manager.on_error == "fail":
                     self._error = RewardError(f"{answers[-1].error}\nFix the function, or set {_POLICIES}.")
-                    for future in self.futures:
+                    for future in self._futures:
+                        assert future is not None
                         future.cancel()
                     raise self._error
             self._answers = answers
@@ -220,12 +241,14 @@ class PendingRewards:
 
     def _wait(self, index: int, deadline: float) -> _Answer:
         sample = self._samples[index]
+        assert sample is not None, f"sample {index} of {len(self._samples)} was never submitted"
         for _ in range(_POOL_ATTEMPTS):
-            future = self.futures[index]
+            future = self._futures[index]
+            assert future is not None
             try:
                 reply = future.result(timeout=max(0.0, deadline - time.monotonic()))
             except BrokenProcessPool:  # says nothing about this sample: no worker was scoring one when the pool broke
-                self.futures[index] = self._manager.schedule(sample)
+                self._futures[index] = self._manager.schedule(sample)
                 continue
             except ProcessExpired as error:
                 return _failed(sample, f"the worker process died with exit code {error.exitcode}")
@@ -236,7 +259,7 @@ class PendingRewards:
                     limit = f"reward.timeout_s={self._manager.timeout_s:g} s"
                     cause = f"no answer within {limit}, its process was killed (standard error says where it hung)"
                     return _failed(sample, cause, timed_out=True)
-                num_missing = sum(not future.done() for future in self.futures)
+                num_missing = sum(future is None or not future.done() for future in self._futures)
                 raise TimeoutError(
                     f"{num_missing} of {len(self._samples)} samples were not scored in time, the first is uid "
                     f"{sample.uid!r}: raise reward.num_workers, or lower reward.timeout_s"
@@ -244,14 +267,16 @@ class PendingRewards:
             answer = json.loads(reply)
             if "error" in answer:
                 where = f"\n  at {answer['where']}" if answer["where"] else ""
-                return _failed(sample, f"{answer['message']}{where}")
-            return _Answer(score=answer["score"], extra=answer["extra"])
+                return _failed(sample, f"{answer['message']}{where}", ran=tuple(answer["ran"]))
+            return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
         return _failed(sample, f"its worker processes died {_POOL_ATTEMPTS} times")
 
 
-def _failed(sample: RewardSample, cause: str, timed_out: bool = False) -> _Answer:
+def _failed(
+    sample: RewardSample, cause: str, timed_out: bool = False, ran: tuple[int, float, float] | None = None
+) -> _Answer:
     text = f"the reward of sample uid {sample.uid!r} (data_source {sample.data_source!r}) failed: {cause}"
-    return _Answer(error=text, timed_out=timed_out)
+    return _Answer(error=text, timed_out=timed_out, ran=ran)
 
 
 def _extra_columns(answers: list[_Answer]) -> dict[str, np.ndarray]:

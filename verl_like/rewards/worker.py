@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Mapping
 from typing import Any
@@ -56,8 +57,10 @@ def load_error() -> str | None:
 
 
 def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> str:
-    """JSON text `{"score": float | null, "extra": {...}}` or `{"error": type, "message": text, "where": text}`."""
+    """JSON text `{"score": float | null, "extra": {...}}` or `{"error": type, "message": text, "where": text}`, and in
+    both cases `"ran": [process id, start, end]` with times as of time.time()."""
     assert _reward_fn is not None and _runner is not None
+    started = time.time()
     # Says where a function hangs, on standard error, just before the driver stops this process.
     faulthandler.dump_traceback_later(0.9 * _timeout_s, file=_STANDARD_ERROR)
     try:
@@ -66,11 +69,12 @@ def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_i
         )
         if inspect.isawaitable(result):
             result = _runner.run(_wait_for(result))
-        return json.dumps(check_result(result))
+        answer = check_result(result)
     except BaseException as error:  # user code: even SystemExit is an answer about this sample
-        return json.dumps(_describe(error))
+        answer = _describe(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    return json.dumps(answer | {"ran": [os.getpid(), started, time.time()]})
 
 
 def check_result(result: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ STEP_LINE = [
     ("length", ("response_length/mean",), "{:.1f}"),
     ("drift", ("training/rollout_probs_diff_mean",), "{:.1e}"),
     ("tok/s", ("perf/total_throughput",), "{:,.0f}"),
+    ("overlap", ("perf/overlap",), "{:.0%}"),
 ]
 PHASES = [
     "gen",

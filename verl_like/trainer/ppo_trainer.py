@@ -11,20 +11,22 @@ from verl_like.algorithms.advantages import AdvantageInputs, get_adv_estimator_f
 from verl_like.algorithms.kl import apply_kl_penalty, get_kl_controller
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.protocol import DataProto, Future, Metric, merge_metrics, metric_values
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.single_controller.worker_group import BoundMethod, WorkerGroup
+from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import EXTRA_PREFIX, RuleScorer
-from verl_like.workers.mini_batches import rank_order
+from verl_like.trainer.scoring import EXTRA_PREFIX, PendingScores, RuleScorer
+from verl_like.workers.flops import ModelCost
+from verl_like.workers.pretrained import load_config
 
 
 class RayPPOTrainer:
@@ -56,12 +58,15 @@ class RayPPOTrainer:
         self.val_dataset = val_dataset
         self.rule_scorer = rule_scorer
         self.recorder = recorder
+        if rule_scorer:
+            rule_scorer.on_call = recorder.timeline.record
         self.ray_worker_group_cls = ray_worker_group_cls
         self.sampler = EpochSampler(
             len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
         )
         self.estimate_advantages = get_adv_estimator_fn(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.model_cost = ModelCost.of(load_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model"))
         self.global_step = 0
         self.groups: dict[str, WorkerGroup] = {}
         self.metrics: list[dict[str, Metric]] = []  # of the present step or validation
@@ -82,7 +87,7 @@ class RayPPOTrainer:
         for groups in order:
             for future in [group.init_model.remote() for group in groups]:
                 future.get()
-        self.sync_weights()
+        self.load_weights(self.actor.export_weights.remote(version=self.global_step))
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""
@@ -130,56 +135,63 @@ class RayPPOTrainer:
         """
         self.metrics = []
         prompts.meta_info["global_steps"] = self.global_step
-        batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.n)
+        batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.n)
         self.rollout.sleep()
 
-        pending: list[Any] = self.submit_scoring(batch)
-        pending.append(self.actor.compute_log_prob.remote(batch))
+        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+        pending: list[Any] = [self.submit(self.actor.compute_log_prob, batch, work)]
         if self.reference:
-            pending.append(self.reference.compute_ref_log_prob.remote(batch))
+            pending.append(self.submit(self.reference.compute_ref_log_prob, batch, work))
         if self.critic:
-            pending.append(self.critic.compute_values.remote(batch))
-        pending += [group.annotate.remote(batch) for group in self.annotators]
-        for future in pending:
+            pending.append(self.submit(self.critic.compute_values, batch, work))
+        if self.reward_model:
+            pending.append(self.submit(self.reward_model.compute_rm_score, batch, work))
+        pending += [self.submit(group.annotate, batch, work) for group in self.annotators]
+        for future in [*pending, *scores]:
             batch = batch.union(self.collect(future))
 
         with self.recorder.timer("adv"):
             self.compute_rewards(batch)
             self.compute_advantages(batch)
+
+        updates, n = [], self.config.actor_rollout_ref.rollout.n
+        if self.critic:
+            rows = self.config.critic.ppo_mini_batch_size * n
+            updates.append(self.submit(self.critic.update_critic, batch, work, mini_batch_rows=rows))
+        rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n
+        if self.global_step > self.config.trainer.critic_warmup:
+            updates.append(self.submit(self.actor.update_actor, batch, work, mini_batch_rows=rows))
+        exported = self.actor.export_weights.remote(version=self.global_step)
+        # The driver's own work that nothing waits for is done while the updates run.
         data = self.config.data
         self.metrics.append(batch_metrics(batch, data.max_prompt_length, data.max_response_length))
-
-        updates = []
-        if self.critic:
-            rows = self.in_update_order(batch, self.critic, self.config.critic.ppo_mini_batch_size)
-            updates.append(self.critic.update_critic.remote(rows))
-        if self.global_step > self.config.trainer.critic_warmup:
-            rows = self.in_update_order(batch, self.actor, self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
-            updates.append(self.actor.update_actor.remote(rows))
+        self.metrics.append(work.metrics(self.actor.update_actor, rows))
         for future in updates:
             self.collect(future)
         with self.recorder.timer("update_weights"):
-            self.sync_weights()
+            self.load_weights(exported)
         return metric_values(merge_metrics(self.metrics))
 
-    def in_update_order(self, batch: DataProto, group: WorkerGroup, ppo_mini_batch_size: int) -> DataProto:
-        """Rows such that an update has the same mini-batches on any number of ranks."""
-        mini_batch_rows = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        return batch.select_idxs(rank_order(len(batch), mini_batch_rows, group.world_size))
+    def submit(
+        self, method: BoundMethod, batch: DataProto, work: RowWork, mini_batch_rows: int | None = None
+    ) -> Future[Any]:
+        """Starts a method on the batch, its rows shared out evenly; results are in the batch's own order."""
+        return method.remote(work.ordered(batch, method, mini_batch_rows))
 
-    def generate(self, prompts: DataProto, num_samples: int) -> DataProto:
-        """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other."""
-        generated = self.collect(self.rollout.generate_sequences.remote(prompts))
-        return prompts.select(batch_keys=[]).repeat(num_samples, interleave=True).union(generated)
+    def generate(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, list[PendingScores]]:
+        """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
 
-    def submit_scoring(self, batch: DataProto) -> list[Any]:
-        """Starts the rule rewards and the reward model; each result holds one `*_scores` column."""
-        pending: list[Any] = []
-        if self.rule_scorer:
-            pending.append(self.rule_scorer.submit(batch))
-        if self.reward_model:
-            pending.append(self.reward_model.compute_rm_score.remote(batch))
-        return pending
+        The rule rewards of a response are computed from the moment it is complete; they are on their way when this
+        returns.
+        """
+        generation = self.rollout.generate_sequences.remote(prompts)
+        scores = self.rule_scorer.expect(prompts, num_samples) if self.rule_scorer else None
+        for finished in generation.stream():
+            if scores:
+                scores.add(finished)
+        generated = self.collect(generation)
+        batch = prompts.select(batch_keys=[]).repeat(num_samples, interleave=True).union(generated)
+        return batch, [scores.complete(batch)] if scores else []
 
     def collect(self, future: Any) -> DataProto:
         """Waits for a result and files its metrics."""
@@ -231,12 +243,11 @@ class RayPPOTrainer:
             )
         )
 
-    def sync_weights(self) -> None:
-        """Sends the actor's weights to the rollout engines, which check them against the actor's fingerprint.
+    def load_weights(self, exported: Future[Any]) -> None:
+        """Takes the actor's weights to the rollout engines, which check them against the actor's fingerprint.
 
         Also during the critic's warm-up: an engine that slept has no weights.
         """
-        exported = self.actor.export_weights.remote(version=self.global_step)
         self.rollout.load_weights(exported, version=self.global_step)
         self.actor.report_finished_calls()  # nobody waits for the export itself
 
@@ -246,8 +257,10 @@ class RayPPOTrainer:
         rows = [self.val_dataset[i] for i in range(len(self.val_dataset))]
         prompts = self.val_dataset.collate(rows, epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
-        batch = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        for future in self.submit_scoring(batch):
+        batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        if self.reward_model:
+            batch = batch.union(self.collect(self.reward_model.compute_rm_score.remote(batch)))
+        for future in scores:
             batch = batch.union(self.collect(future))
         self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
         return validation_metrics(validation_samples(batch))

@@ -91,6 +91,7 @@ class RunRecorder:
         metrics["perf/time_per_step"] = seconds["step"]
         training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
         metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
+        metrics["perf/overlap"] = self.timeline.critical_path_seconds(step) / training_seconds
         metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.num_processes
         self.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)

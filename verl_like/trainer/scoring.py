@@ -1,6 +1,6 @@
-"""From responses to `rule_scores`: decoded on the driver, scored in worker processes, put on the last token."""
+"""From responses to `rule_scores`: decoded on the driver, scored in reward processes, put on the last token."""
 
-import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,14 +9,17 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Metric
-from verl_like.rewards.manager import PendingRewards, RewardManager, RewardSample
+from verl_like.rewards.manager import RewardManager, RewardSample
+from verl_like.single_controller.call import CallEvent
+from verl_like.workers.rollout import FinishedSample
 
+_PAUSE_S = 0.01
 EXTRA_PREFIX = "reward_extra/"
 """What a reward function returns besides the score, per sample, becomes columns with this prefix."""
 
 
 class RuleScorer:
-    """Scores batches with a reward function; `submit` returns at once, so that scoring overlaps the other phases.
+    """Scores responses with a reward function, in the background: while others are generated, and other phases run.
 
     Rows whose `reward_model.style` is "model" are left to the reward model, except by a function of the user's own.
     """
@@ -25,6 +28,9 @@ class RuleScorer:
         self.manager = manager
         self.tokenizer = tokenizer
         self.scores_every_row = scores_every_row
+        self.on_call: Callable[[CallEvent], None] | None = None
+        """Is told what each reward process did, as of a worker group `rules` on the pool `driver`."""
+        self._number_of_process: dict[int, int] = {}
 
     def check(self, dataset: PromptDataset) -> None:
         """Scores the ground truth of the first row, so that a function that cannot work is refused before training.
@@ -37,24 +43,18 @@ class RuleScorer:
             truth = row["reward_model"].get("ground_truth")
             self.manager.check(RewardSample("row 0", row["data_source"], str(truth), truth, row["extra_info"]))
 
-    def submit(self, batch: DataProto) -> "PendingScores":
-        mask_BR = batch.batch["response_mask"].bool()
-        columns = batch.non_tensor_batch
-        rows = [i for i, spec in enumerate(columns["reward_model"]) if self.scores_every_row or has_rule(spec)]
-        texts = self.tokenizer.batch_decode(
-            [batch.batch["responses"][i][mask_BR[i]].tolist() for i in rows], skip_special_tokens=True
-        )
-        samples = [
-            RewardSample(
-                uid=columns["uid"][i],
-                data_source=columns["data_source"][i],
-                solution_str=text,
-                ground_truth=columns["reward_model"][i].get("ground_truth"),
-                extra_info=columns["extra_info"][i],
-            )
-            for i, text in zip(rows, texts, strict=True)
-        ]
-        return PendingScores(self.manager.submit(samples), rows, mask_BR)
+    def expect(self, prompts: DataProto, num_samples: int) -> "PendingScores":
+        """For `num_samples` responses to each of the (B,) prompts, which are still being generated."""
+        specs = prompts.non_tensor_batch["reward_model"]
+        scored = [i for i, spec in enumerate(specs) if self.scores_every_row or has_rule(spec)]
+        return PendingScores(self, prompts, scored, num_samples)
+
+    def report(self, ran: list[tuple[int, float, float]]) -> None:
+        """Tells `on_call` when each process scored: (process id, start, end) of each sample."""
+        for pid, started, finished in _merged(ran):
+            rank = self._number_of_process.setdefault(pid, len(self._number_of_process))
+            if self.on_call is not None:
+                self.on_call(CallEvent("driver", "rules", "score", rank, started, finished))
 
 
 def has_rule(reward_model: dict) -> bool:
@@ -63,21 +63,71 @@ def has_rule(reward_model: dict) -> bool:
 
 
 class PendingScores:
-    """The scores of some rows of a batch on their way."""
+    """The scores of the responses to some prompts, on their way while the responses are.
 
-    def __init__(self, pending: PendingRewards, rows: list[int], mask_BR: torch.Tensor) -> None:
-        self.pending = pending
-        self.rows = rows
-        self.mask_BR = mask_BR
-        self.submitted = time.time()
+    Args:
+        scorer: who scores.
+        prompts: (B,) prompts.
+        scored: those whose responses a rule scores.
+        num_samples: responses to each prompt.
+    """
+
+    def __init__(self, scorer: RuleScorer, prompts: DataProto, scored: list[int], num_samples: int) -> None:
+        self.scorer = scorer
+        self.prompts = prompts
+        self.scored = scored
+        self.num_samples = num_samples
+        self.place_of_uid = {prompts.non_tensor_batch["uid"][i]: place for place, i in enumerate(scored)}
+        self.pending = scorer.manager.expect(len(scored) * num_samples)
+        self.num_early = 0
+        self.mask_BR: torch.Tensor | None = None
+
+    def add(self, finished: Sequence[FinishedSample]) -> None:
+        """Starts scoring responses that are complete while others are still being generated."""
+        told = [sample for sample in finished if sample.uid in self.place_of_uid]
+        slots = [self.place_of_uid[sample.uid] * self.num_samples + sample.index for sample in told]
+        self.num_early += len(told)
+        self._submit(slots, [list(sample.token_ids) for sample in told])
+
+    def complete(self, batch: DataProto) -> "PendingScores":
+        """Starts scoring the other responses of the (B * num_samples,) batch that was generated."""
+        self.mask_BR = batch.batch["response_mask"].bool()
+        slots, rows = self.pending.missing(), self.rows
+        tokens_R = batch.batch["responses"]
+        self._submit(slots, [tokens_R[rows[slot]][self.mask_BR[rows[slot]]].tolist() for slot in slots])
+        return self
+
+    @property
+    def rows(self) -> list[int]:
+        """The row of the batch in each slot."""
+        return [i * self.num_samples + k for i in self.scored for k in range(self.num_samples)]
+
+    def _submit(self, slots: list[int], token_ids: list[list[int]]) -> None:
+        if not slots:
+            return
+        texts = self.scorer.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        columns = self.prompts.non_tensor_batch
+        for slot, text in zip(slots, texts, strict=True):
+            i = self.scored[slot // self.num_samples]
+            sample = RewardSample(
+                uid=columns["uid"][i],
+                data_source=columns["data_source"][i],
+                solution_str=text,
+                ground_truth=columns["reward_model"][i].get("ground_truth"),
+                extra_info=columns["extra_info"][i],
+            )
+            self.pending.submit(slot, sample)
 
     def get(self) -> DataProto:
-        """Returns `rule_scores` (B R) float32, `is_skipped` (B,) bool, and what the reward function added."""
+        """Returns `rule_scores` (B * num_samples, R) float32, `is_skipped` (B * num_samples,) bool, and what the reward
+        function added."""
+        assert self.mask_BR is not None, "complete(batch) comes before get()"
         result = self.pending.get()
+        self.scorer.report(result.ran)
         scores_B = self._for_all_rows(np.where(result.skipped, 0.0, result.scores).astype(np.float32), 0.0)
         skipped_B = self._for_all_rows(result.skipped, False)
         metrics = {
-            "timing_s/reward": Metric.max(time.time() - self.submitted),
+            "reward/early_ratio": Metric.mean(self.num_early / max(1, len(result.scores)), weight=len(result.scores)),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
@@ -96,6 +146,18 @@ class PendingScores:
 
     def _for_all_rows(self, values: np.ndarray, other: object) -> np.ndarray:
         """One entry a row of the batch, `other` where a row was not scored."""
+        assert self.mask_BR is not None
         column = np.full(len(self.mask_BR), other, dtype=values.dtype)
         column[self.rows] = values
         return column
+
+
+def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """The spans of each process, those with next to no time between them as one."""
+    merged: list[tuple[int, float, float]] = []
+    for pid, started, finished in sorted(spans):
+        if merged and merged[-1][0] == pid and started - merged[-1][2] < _PAUSE_S:
+            merged[-1] = pid, merged[-1][1], finished
+        else:
+            merged.append((pid, started, finished))
+    return merged

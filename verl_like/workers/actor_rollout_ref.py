@@ -1,5 +1,6 @@
 """The policy in its three roles: `actor` is trained, `ref` is the frozen reference, `rollout` generates."""
 
+from collections.abc import Generator
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from verl_like.workers.mini_batches import (
 )
 from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel
 from verl_like.workers.pretrained import load_pretrained
-from verl_like.workers.rollout import build_rollout_engine
+from verl_like.workers.rollout import FinishedSample, build_rollout_engine
 from verl_like.workers.trained_worker import TrainedWorker
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
@@ -229,9 +230,12 @@ class ActorRolloutRefWorker(TrainedWorker):
         reads=["input_ids", "attention_mask", "position_ids", "uid?"],
         writes=["prompts", "responses", *SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
     )
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """n responses to each of the (B, P) prompts, the responses to one prompt next to each other: (B * n) rows."""
-        return self.rollout.generate_sequences(prompts)
+    def generate_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
+        """n responses to each of the (B, P) prompts, the responses to one prompt next to each other: (B * n) rows.
+
+        Yields lists of those that are finished while others are still generated.
+        """
+        return (yield from self.rollout.stream_sequences(prompts))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:

@@ -1,11 +1,11 @@
 """Rollout engines: `build_rollout_engine` makes the one that the configuration names."""
 
 from verl_like.workers.config import RolloutConfig, TrainedModelConfig
-from verl_like.workers.rollout.base import RolloutEngine, RolloutError
+from verl_like.workers.rollout.base import FinishedSample, RolloutEngine, RolloutError
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 
-__all__ = ["RolloutEngine", "RolloutError", "build_rollout_engine"]
+__all__ = ["FinishedSample", "RolloutEngine", "RolloutError", "build_rollout_engine"]
 
 _ENGINES: dict[str, type[RolloutEngine]] = {"hf": HfEngine, "vllm": VllmEngine}
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,14 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.workers.config import RolloutConfig, TrainedModelConfig
 from verl_like.workers.pretrained import load_config, load_tokenizer
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
+
+_SECONDS_BETWEEN_PARTS = 0.05  # sending finished samples costs the engine well under a millisecond each time
 
 
 class RolloutError(RuntimeError):
@@ -46,6 +47,19 @@ class Completion:
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """A response that is complete while others are still being generated."""
+
+    uid: str
+    """Of its prompt."""
+    index: int
+    """Among the n responses to the prompt."""
+    token_ids: Sequence[int]
 
 
 class RolloutEngine(ABC):
@@ -82,8 +96,13 @@ class RolloutEngine(ABC):
         self._newest_version = -1
 
     @abstractmethod
-    def _generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
-        """Draws `sampling.n` responses for each prompt; all randomness comes from `seed`."""
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, seed: int
+    ) -> Iterator[list[tuple[int, int, Completion]]]:
+        """Draws `sampling.n` responses for each prompt; all randomness comes from `seed`.
+
+        Yields, again and again, what has been finished since: (prompt, index among its responses, response).
+        """
 
     @abstractmethod
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -102,12 +121,22 @@ class RolloutEngine(ABC):
         """Takes the device again; `load_weights` does this by itself."""
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Draws responses for a batch of prompts.
+        """What `stream_sequences` returns."""
+        stream = self.stream_sequences(prompts)
+        while True:
+            try:
+                next(stream)
+            except StopIteration as end:
+                return end.value
+
+    def stream_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
+        """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.
 
         Args:
             prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left; meta
                 `global_steps` (int: equal steps draw equal responses) and `validate` (bool, default False: sample as
-                `rollout.val_kwargs` says). A non-tensor column `uid` is used in error messages.
+                `rollout.val_kwargs` says). The non-tensor column `uid` names the prompts in errors and in what is
+                yielded; without it, and for padding rows (`is_pad`), nothing is yielded.
 
         Returns:
             B * n rows, the n responses of a prompt one after the other: prompts (B*n, P), responses (B*n, R) padded on
@@ -131,15 +160,51 @@ class RolloutEngine(ABC):
         seed = step_seed(self.seed, int(prompts.meta_info["global_steps"]), self.dp_rank, validate)
         labels = row_labels(prompts)
         token_lists = strip_padding(prompts, labels, self.config.prompt_length)
-        groups = self._generate(token_lists, sampling, seed)
-        check_completions(groups, labels, sampling, vocab_size=self.hf_config.get_text_config().vocab_size)
-        return assemble(
+        groups = yield from self._collect(self._generate(token_lists, sampling, seed), prompts, labels, sampling)
+        num_cached = sum(completion.num_cached_tokens for group in groups for completion in group)
+        num_prompt_tokens = sampling.n * sum(map(len, token_lists))
+        output = assemble(
             prompts,
             groups,
             response_length=self.config.response_length,
             pad_token_id=self.pad_token_id,
             policy_version=self.policy_version,
         )
+        output.meta_info["metrics"] = {
+            "rollout/prefix_cache_hit_rate": Metric.mean(num_cached / num_prompt_tokens, weight=num_prompt_tokens)
+        }
+        return output
+
+    def _collect(
+        self,
+        generation: Iterator[list[tuple[int, int, Completion]]],
+        prompts: DataProto,
+        labels: Sequence[str],
+        sampling: Sampling,
+    ) -> Generator[list[FinishedSample], None, list[list[Completion]]]:
+        """Checks what the engine finishes, yields it, and returns it by prompt and index."""
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        uids = prompts.non_tensor_batch.get("uid")
+        is_told_B = ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
+        is_told = is_told_B.tolist() if uids is not None and self.is_collect else [False] * len(prompts)
+        groups: list[dict[int, Completion]] = [{} for _ in labels]
+        finished: list[FinishedSample] = []
+        told = time.monotonic()
+        for completions in generation:
+            for row, index, completion in completions:
+                check_completion(completion, f"Response {index} of {labels[row]}", sampling, vocab_size=vocab_size)
+                groups[row][index] = completion
+                if is_told[row]:
+                    finished.append(FinishedSample(uids[row], index, completion.token_ids))
+            if finished and time.monotonic() - told > _SECONDS_BETWEEN_PARTS:
+                yield finished
+                finished, told = [], time.monotonic()
+        for label, group in zip(labels, groups, strict=True):
+            if sorted(group) != list(range(sampling.n)):
+                raise RolloutError(
+                    f"The rollout engine returned {len(group)} responses for {label}, not n={sampling.n}."
+                )
+        return [[group[index] for index in range(sampling.n)] for group in groups]
 
     def load_weights(self, exports: Sequence[WeightExport], version: int) -> dict[str, Any]:
         """Replaces the engine's weights and proves that they are the trainer's.
@@ -240,35 +305,24 @@ def strip_padding(prompts: DataProto, labels: Sequence[str], prompt_length: int)
     return token_lists
 
 
-def check_completions(
-    groups: Sequence[Sequence[Completion]], labels: Sequence[str], sampling: Sampling, *, vocab_size: int
-) -> None:
-    """Refuses whatever is not `sampling.n` responses per prompt, each 1 to R known tokens with finite log-probs.
+def check_completion(completion: Completion, who: str, sampling: Sampling, *, vocab_size: int) -> None:
+    """Refuses whatever is not 1 to R known tokens with finite log-probabilities.
 
     Raises:
-        RolloutError: names the row, its uid and the response.
+        RolloutError: says `who`.
     """
-    if len(groups) != len(labels):
-        raise RolloutError(f"The rollout engine answered {len(groups)} of {len(labels)} prompts.")
-    for label, group in zip(labels, groups, strict=True):
-        if len(group) != sampling.n:
-            raise RolloutError(f"The rollout engine returned {len(group)} responses for {label}, not n={sampling.n}.")
-        for k, completion in enumerate(group):
-            who = f"Response {k} of {label}"
-            length = len(completion.token_ids)
-            if not 1 <= length <= sampling.max_tokens:
-                raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
-            if not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
-                raise RolloutError(
-                    f"{who} has tokens outside of the vocabulary of {vocab_size}: {completion.token_ids}."
-                )
-            if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
-                raise RolloutError(
-                    f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
-                    f"which does not end a response (those that do: {sampling.stop_token_ids})."
-                )
-            if len(completion.log_probs) != length or not all(map(math.isfinite, completion.log_probs)):
-                raise RolloutError(f"{who} has {length} tokens but log-probabilities {list(completion.log_probs)}.")
+    length = len(completion.token_ids)
+    if not 1 <= length <= sampling.max_tokens:
+        raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
+    if not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
+        raise RolloutError(f"{who} has tokens outside of the vocabulary of {vocab_size}: {completion.token_ids}.")
+    if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
+        raise RolloutError(
+            f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
+            f"which does not end a response (those that do: {sampling.stop_token_ids})."
+        )
+    if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
+        raise RolloutError(f"{who} has {length} tokens but log-probabilities {list(completion.log_probs)}.")
 
 
 def assemble(

@@ -29,8 +29,9 @@ class HfEngine(RolloutEngine):
         # `generate` fills what a request leaves open from here, and a model's own defaults must not leak in.
         self.model.generation_config = GenerationConfig()
 
-    @torch.no_grad()
-    def _generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, seed: int
+    ) -> Iterator[list[tuple[int, int, Completion]]]:
         self.wake_up()
         torch.manual_seed(seed)
         settings: dict[str, Any] = {"do_sample": False}
@@ -47,14 +48,14 @@ class HfEngine(RolloutEngine):
             output_scores=True,
         )
         at_once = max(1, self.config.max_num_seqs // sampling.n)
-        groups: list[list[Completion]] = []
         for start in range(0, len(prompts), at_once):
-            groups += self._generate_padded(prompts[start : start + at_once], sampling, generation)
-        return groups
+            completions = self._generate_padded(prompts[start : start + at_once], sampling, generation)
+            yield [(start + i // sampling.n, i % sampling.n, completion) for i, completion in enumerate(completions)]
 
+    @torch.no_grad()
     def _generate_padded(
         self, prompts: list[list[int]], sampling: Sampling, generation: GenerationConfig
-    ) -> list[list[Completion]]:
+    ) -> list[Completion]:
         width = max(map(len, prompts))
         input_ids = torch.tensor([[self.pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
         attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -77,7 +78,7 @@ class HfEngine(RolloutEngine):
             ends = [t for t, token in enumerate(token_row) if token in sampling.stop_token_ids]
             length = ends[0] + 1 if ends else len(token_row)
             completions.append(Completion(token_row[:length], log_prob_row[:length]))
-        return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
+        return completions
 
     @torch.no_grad()
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -1,0 +1,75 @@
+"""Which rows each rank of a call gets: as many as the others, and with `trainer.balance_batch` about as much work."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_like.protocol import DataProto, Metric
+from verl_like.single_controller import Ordered
+from verl_like.single_controller.worker_group import BoundMethod
+from verl_like.workers.flops import ModelCost
+from verl_like.workers.planning import balanced_rank_order, rank_order
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """Lengths and work of the (B,) rows of a batch; rows are shared out by work if `balance`."""
+
+    tokens_B: np.ndarray
+    """Tokens of prompt and response."""
+    flops_B: np.ndarray
+    """Of a forward pass of the policy."""
+    balance: bool
+
+    @classmethod
+    def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
+        tokens_B, scored_B = (batch.batch[name].sum(-1).numpy() for name in ("attention_mask", "response_mask"))
+        return cls(tokens_B, cost.forward(tokens_B, scored_B), balance)
+
+    def ordered(self, batch: DataProto, method: BoundMethod, mini_batch_rows: int | None = None) -> DataProto | Ordered:
+        """The batch as the ranks of a group's method should get it.
+
+        With `mini_batch_rows` (an update) mini-batch i is rows i * mini_batch_rows to (i + 1) * mini_batch_rows of the
+        batch, an equal share of them on every rank, for any number of ranks. Without, the batch is one such mini-batch;
+        it stays as it is where its rows do not divide by the ranks.
+        """
+        num_ranks = data_parallel_size(method)
+        if num_ranks is None or (mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
+            return batch
+        return Ordered(batch, self.order(num_ranks, mini_batch_rows or len(batch)))
+
+    def order(self, num_ranks: int, mini_batch_rows: int) -> np.ndarray:
+        """(B,) int64: the rows of the first rank, then those of the second, and so on."""
+        if self.balance:
+            return balanced_rank_order(self.flops_B, mini_batch_rows, num_ranks)
+        return rank_order(len(self.flops_B), mini_batch_rows, num_ranks)
+
+    def metrics(self, method: BoundMethod, mini_batch_rows: int) -> dict[str, Metric]:
+        """How unevenly an update's ranks are loaded, before and after balancing.
+
+        `global_seqlen/*`: tokens of a rank. `perf/imbalance/*`: the time of an update over that of one whose ranks have
+        equal work in each mini-batch, by FLOPs; 1 is even.
+        """
+        num_ranks = data_parallel_size(method)
+        assert num_ranks is not None
+        plain = rank_order(len(self.flops_B), mini_batch_rows, num_ranks)
+        used = self.order(num_ranks, mini_batch_rows)
+        before, after = (self.tokens_B[order].reshape(num_ranks, -1).sum(-1) for order in (plain, used))
+        metrics = {
+            "global_seqlen/min": Metric.min(before.min()),
+            "global_seqlen/max": Metric.max(before.max()),
+            "global_seqlen/minmax_diff": Metric.max(before.max() - before.min()),
+            "global_seqlen/balanced_min": Metric.min(after.min()),
+            "global_seqlen/balanced_max": Metric.max(after.max()),
+            "global_seqlen/mean": Metric.mean(before.mean()),
+        }
+        for name, order in (("unbalanced", plain), ("balanced", used)):
+            work = self.flops_B[order].reshape(num_ranks, -1, mini_batch_rows // num_ranks).sum(-1)  # rank, mini-batch
+            metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum())
+        return metrics
+
+
+def data_parallel_size(method: BoundMethod) -> int | None:
+    """Over how many ranks a method splits its batch; None where it does not."""
+    collect_ranks = method.spec.dispatch_mode.collect_ranks
+    return None if collect_ranks is None else len(collect_ranks(method.group))
