@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint docs
+.PHONY: env test lint docs bench
 
 env:
 	@bash scripts/environment.sh
@@ -14,3 +14,12 @@ test: lint
 
 docs: env
 	.venv/bin/python scripts/generate_docs.py
+
+benchmarks := $(filter-out harness serve table,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
+
+# One after the other; one that fails does not stop the rest.
+bench: env
+	@bash benchmarks/setup_peers.sh
+	@failed=; for name in $(benchmarks); do .venv/bin/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
+	.venv/bin/python -m benchmarks.table; \
+	if [ -n "$$failed" ]; then echo "These benchmarks failed:$$failed"; exit 1; fi

@@ -1,0 +1,64 @@
+"""The benchmarks' own code, as far as it runs without the peers."""
+
+import ast
+
+import pytest
+
+from benchmarks.harness import ROOT
+from benchmarks.sides.grpo_world import lengths_of_step
+from benchmarks.table import BEGIN, END, with_results
+
+RESULT = {
+    "benchmark": "sorting",
+    "title": "Sorting a million numbers",
+    "date": "2026-01-02",
+    "machine": "2 cores, slow",
+    "cores_used_by_others": 0.0,
+    "rows": [
+        {"what": "ours", "unit": "ms", "median": 2.0, "least": 1.0, "greatest": 3.0, "rounds": 5, "ratios": {}},
+        {
+            "what": "theirs",
+            "unit": "ms",
+            "median": 8,
+            "least": 8,
+            "greatest": 9,
+            "rounds": 5,
+            "ratios": {"of_limit": 0.25},
+        },
+    ],
+    "targets": [{"what": "theirs / ours", "value": 4.0, "comparison": ">=", "bound": 5, "reached": False}],
+    "notes": ["One thread each."],
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks" / "sides").glob("*.py")]),
+    ids=lambda path: path.stem,
+)
+def test_every_benchmark_parses_and_says_what_it_measures(path):
+
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_page_gets_the_targets_and_the_measurements_between_its_markers_and_keeps_the_rest():
+    page = with_results(f"before\n{BEGIN}\nold\n{END}\nafter\n", [RESULT])
+    assert page.startswith(f"before\n{BEGIN}\n") and page.endswith(f"{END}\nafter\n") and "old" not in page
+    assert "| sorting | theirs / ours | 4 | >= 5 | **no** |" in page
+    assert "Sorting a million numbers. 2026-01-02, 2 cores, slow." in page
+    assert "|  | median (least to greatest) | unit | of limit |" in page
+    assert "| ours | 2 (1 to 3) | ms |  |" in page
+    assert "| theirs | 8 (8 to 9) | ms | 0.25 |" in page
+    assert "- One thread each." in page
+    assert with_results(page, [RESULT]) == page
+
+
+def test_a_page_without_markers_is_refused():
+    with pytest.raises(ValueError, match="needs a line"):
+        with_results(f"{END}\n{BEGIN}\n", [RESULT])
+
+
+def test_forced_lengths_have_the_wanted_longest_and_mean_and_another_order_each_step():
+    first, second = (lengths_of_step(64, 128, 4, step) for step in (0, 1))
+    assert max(first) == 128 and sum(first) / 64 == pytest.approx(32, abs=0.5)
+    assert first != second and sorted(first) == sorted(second)
