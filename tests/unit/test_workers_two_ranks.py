@@ -24,7 +24,7 @@ from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.mini_batches import rank_order
+from verl_like.workers.planning import rank_order
 
 LAYOUTS = {"sharded": -1, "replicated": 1}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
@@ -169,9 +169,3 @@ def test_ordered_rows_make_the_same_mini_batches_on_two_ranks_as_on_one(two_rank
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(make_batch(rows=8)).get())
     # Of the second step: a difference of rounding in the first may move a weight by up to the learning rate.
     assert relative_error(load_file(two_ranks / "second_gradients_0"), gradients) < 1e-3
-
-
-def test_rows_are_ordered_by_rank_and_then_by_mini_batch():
-    assert rank_order(8, mini_batch_rows=4, world_size=2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    with pytest.raises(ValueError, match="do not split evenly"):
-        rank_order(8, mini_batch_rows=4, world_size=3)

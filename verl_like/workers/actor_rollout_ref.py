@@ -10,9 +10,10 @@ from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.policy_loss import ClipRange, get_policy_loss_fn
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
 from verl_like.workers.mini_batches import (
+    MicroBatching,
     MiniBatch,
     Rows,
     UpdateSchedule,
@@ -89,7 +90,9 @@ class ActorRolloutRefWorker(TrainedWorker):
                 data_parallel_size,
                 "actor_rollout_ref.actor.ppo_mini_batch_size",
             ),
-            micro_batch_rows=actor.ppo_micro_batch_size_per_gpu,
+            micro_batching=MicroBatching(
+                actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz
+            ),
             epochs=actor.ppo_epochs,
         )
         self.engine = TrainingEngine(
@@ -131,7 +134,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         log_probs_BR, entropys_BR = forward(
             self.engine,
             rows,
-            self.config.rollout.log_prob_micro_batch_size_per_gpu,
+            log_prob_micro_batching(self.config.rollout),
             lambda micro: self._score(micro, with_entropy=True),
         )
         entropy = token_mean(entropys_BR.sum(), int(rows["response_mask"].sum()))
@@ -151,7 +154,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         (log_probs_BR,) = forward(
             self.engine,
             to_rows(data, self.device),
-            self.config.ref.log_prob_micro_batch_size_per_gpu,
+            log_prob_micro_batching(self.config.ref),
             lambda micro: self._score(micro, with_entropy=False),
         )
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR})
@@ -241,3 +244,10 @@ class ActorRolloutRefWorker(TrainedWorker):
     def sleep(self) -> None:
         """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights` wakes the engine."""
         self.rollout.sleep()
+
+
+def log_prob_micro_batching(part: RolloutConfig | RefConfig) -> MicroBatching:
+    """The micro-batches in which log-probabilities are computed."""
+    return MicroBatching(
+        part.log_prob_micro_batch_size_per_gpu, part.log_prob_max_token_len_per_gpu, part.log_prob_use_dynamic_bsz
+    )

@@ -9,6 +9,7 @@ from verl_like.single_controller.decorator import Dispatch, make_nd_compute_data
 from verl_like.workers.config import CriticConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
 from verl_like.workers.mini_batches import (
+    MicroBatching,
     MiniBatch,
     Rows,
     UpdateSchedule,
@@ -52,7 +53,11 @@ class CriticWorker(TrainedWorker):
             mini_batch_rows=per_rank_rows(
                 self.config.ppo_mini_batch_size, self.rollout_n, data_parallel_size, "critic.ppo_mini_batch_size"
             ),
-            micro_batch_rows=self.config.ppo_micro_batch_size_per_gpu,
+            micro_batching=MicroBatching(
+                self.config.ppo_micro_batch_size_per_gpu,
+                self.config.ppo_max_token_len_per_gpu,
+                self.config.use_dynamic_bsz,
+            ),
             epochs=self.config.ppo_epochs,
         )
         self.engine = TrainingEngine(
@@ -93,7 +98,11 @@ class CriticWorker(TrainedWorker):
         (values_BR,) = forward(
             self.engine,
             to_rows(data, self.device),
-            self.config.forward_micro_batch_size_per_gpu,
+            MicroBatching(
+                self.config.forward_micro_batch_size_per_gpu,
+                self.config.forward_max_token_len_per_gpu,
+                self.config.use_dynamic_bsz,
+            ),
             lambda micro: (self._predict(micro),),
         )
         return DataProto.from_dict(tensors={"values": values_BR})

@@ -1,7 +1,7 @@
 """Turns one rank's rows into micro-batches: for forward passes, and for optimizer steps exact over all ranks."""
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.engine import TrainingEngine
+from verl_like.workers.planning import pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
 
@@ -19,11 +20,23 @@ Rows = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class MicroBatching:
+    """How a rank's rows become micro-batches, each one pass of the model: by their number or by their tokens."""
+
+    rows: int
+    """Rows of a micro-batch, unless `by_tokens`."""
+    tokens: int
+    """Most tokens of a micro-batch without padding, for each of the ranks that share it."""
+    by_tokens: bool
+    """Whether `tokens` is the limit, not `rows`."""
+
+
+@dataclass(frozen=True)
 class MiniBatch:
     """The rows of one optimizer step on this rank, and their counts over all ranks."""
 
-    rows: torch.Tensor
-    """(b,) int64, indices of this rank's rows."""
+    micro_batches: list[torch.Tensor]
+    """(b,) int64 each, indices of this rank's rows; as many on every rank."""
     num_tokens: float
     """Response tokens that count, over all ranks."""
     num_sequences: float
@@ -47,8 +60,8 @@ class UpdateSchedule:
 
     mini_batch_rows: int
     """Rows of this rank in one optimizer step."""
-    micro_batch_rows: int
-    """Rows of this rank in one forward and backward pass."""
+    micro_batching: MicroBatching
+    """Which of them share a forward and backward pass."""
     epochs: int
     """Passes over the rows."""
 
@@ -57,37 +70,19 @@ MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, dict[str, Metric]]]
 """(rows of a micro-batch, its mini-batch) -> the micro-batch's share of the loss, and its metrics."""
 
 
-def per_rank_rows(prompts: int, samples_per_prompt: int, world_size: int, key: str) -> int:
-    """Rows of one rank in a mini-batch of `prompts` prompts.
+def per_rank_rows(prompts: int, samples_per_prompt: int, data_parallel_size: int, key: str) -> int:
+    """Rows of one rank in a mini-batch of `prompts` prompts, which `data_parallel_size` ranks share out.
 
     Raises:
         ValueError: the rows do not divide by the ranks; `key` names the setting.
     """
     rows = prompts * samples_per_prompt
-    if rows % world_size:
+    if rows % data_parallel_size:
         raise ValueError(
-            f"{key}={prompts} prompts x {samples_per_prompt} samples = {rows} rows do not divide by the {world_size} "
-            f"ranks; set it so that the rows are a multiple of {world_size}."
+            f"{key}={prompts} prompts x {samples_per_prompt} samples = {rows} rows do not divide by the "
+            f"{data_parallel_size} ranks; set it so that the rows are a multiple of {data_parallel_size}."
         )
-    return rows // world_size
-
-
-def rank_order(num_rows: int, mini_batch_rows: int, world_size: int) -> torch.Tensor:
-    """(num_rows,) int64: the order in which equal shards make up the same mini-batches for every number of ranks.
-
-    The driver orders a batch like this before an update. Mini-batch i is then rows i * mini_batch_rows to
-    (i + 1) * mini_batch_rows of the batch as it was, an equal share of them on every rank.
-
-    Raises:
-        ValueError: rows do not divide by `mini_batch_rows`, or those not by `world_size`.
-    """
-    if num_rows % mini_batch_rows or mini_batch_rows % world_size:
-        raise ValueError(
-            f"{num_rows} rows in mini-batches of {mini_batch_rows} do not split evenly over {world_size} ranks; "
-            "choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
-        )
-    share = mini_batch_rows // world_size
-    return torch.arange(num_rows).view(-1, world_size, share).transpose(0, 1).flatten()
+    return rows // data_parallel_size
 
 
 def to_rows(data: DataProto, device: str) -> Rows:
@@ -99,12 +94,19 @@ def to_rows(data: DataProto, device: str) -> Rows:
 
 
 def forward(
-    engine: TrainingEngine, rows: Rows, micro_batch_rows: int, run: Callable[[Rows], tuple[torch.Tensor, ...]]
+    engine: TrainingEngine, rows: Rows, micro_batching: MicroBatching, run: Callable[[Rows], tuple[torch.Tensor, ...]]
 ) -> list[torch.Tensor]:
-    """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row."""
+    """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row.
+
+    Returns:
+        What `run` returned for all rows, in their order, on the host.
+    """
+    all_rows = torch.arange(len(rows["input_ids"]))
+    (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size)
     with engine.on_device():
-        outputs = [run(micro) for micro in _split(rows, torch.arange(len(rows["input_ids"])), micro_batch_rows)]
-    return [torch.cat(column).cpu() for column in zip(*outputs, strict=True)]
+        outputs = [run(_select(rows, micro_batch)) for micro_batch in micro_batches]
+    place_B = torch.cat(micro_batches).argsort()
+    return [torch.cat(column).cpu()[place_B] for column in zip(*outputs, strict=True)]
 
 
 def update(
@@ -116,10 +118,9 @@ def update(
     lr = engine.lr
     with engine.on_device(train=True):
         for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
-            micro_batches = list(_split(rows, mini_batch.rows, schedule.micro_batch_rows))
-            for index, micro in enumerate(micro_batches):
-                micro_loss, micro_metrics = loss(micro, mini_batch)
-                engine.backward(micro_loss, is_last=index == len(micro_batches) - 1)
+            for index, micro_batch in enumerate(mini_batch.micro_batches):
+                micro_loss, micro_metrics = loss(_select(rows, micro_batch), mini_batch)
+                engine.backward(micro_loss, is_last=index == len(mini_batch.micro_batches) - 1)
                 metrics += [micro_metrics, {f"{prefix}/loss": Metric.sum(micro_loss.item() * mini_batch.share)}]
             steps.append(engine.step())
     engine.training_steps += 1
@@ -149,16 +150,37 @@ def _plan(rows: Rows, schedule: UpdateSchedule, holders: int) -> list[MiniBatch]
 
     Each row is on `holders` ranks and counts once.
     """
-    one_epoch = torch.arange(len(rows["input_ids"])).split(schedule.mini_batch_rows)
-    chunks = list(one_epoch) * schedule.epochs
+    chunks = torch.arange(len(rows["input_ids"])).split(schedule.mini_batch_rows)
+    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, holders)
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
     counts /= holders
-    used = [(chunk, *count) for chunk, count in zip(chunks, counts.tolist(), strict=True) if count[0] > 0]
-    return [MiniBatch(chunk, tokens, sequences, 1 / len(used)) for chunk, tokens, sequences in used]
+    used = [(own, *count) for own, count in zip(micro_batches, counts.tolist(), strict=True) if count[0] > 0]
+    share = 1 / (len(used) * schedule.epochs) if used else 0.0
+    return [MiniBatch(own, tokens, sequences, share) for own, tokens, sequences in used] * schedule.epochs
 
 
-def _split(rows: Rows, indices: torch.Tensor, size: int) -> Iterator[Rows]:
-    for chunk in indices.split(size):
-        yield {name: column[chunk] for name, column in rows.items()}
+def _micro_batches(
+    rows: Rows, chunks: Sequence[torch.Tensor], micro_batching: MicroBatching, holders: int
+) -> list[list[torch.Tensor]]:
+    """The micro-batches of each chunk of this rank's rows: as many as on every other rank, none above its budget.
+
+    Every rank computes and communicates in each pass, so those that need fewer make as many as the one that needs most.
+    Ranks have chunks of the same sizes, so there is a row for each. `holders` ranks share the tokens of each row.
+    """
+    if not micro_batching.by_tokens:
+        return [list(chunk.split(micro_batching.rows)) for chunk in chunks]
+    lengths_B = rows["attention_mask"].sum(-1).cpu()
+    pack = partial(pack_into_micro_batches, max_tokens=micro_batching.tokens * holders)
+    lengths = [lengths_B[chunk].tolist() for chunk in chunks]
+    needed = torch.tensor([len(pack(of_chunk)) for of_chunk in lengths])
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX)
+    return [
+        [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]
+        for chunk, of_chunk, count in zip(chunks, lengths, needed.tolist(), strict=True)
+    ]
+
+
+def _select(rows: Rows, indices: torch.Tensor) -> Rows:
+    return {name: column[indices] for name, column in rows.items()}

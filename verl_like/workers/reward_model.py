@@ -9,7 +9,7 @@ from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import RewardModelConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.mini_batches import Rows, forward, to_rows
+from verl_like.workers.mini_batches import MicroBatching, Rows, forward, to_rows
 from verl_like.workers.models import SEQUENCE_COLUMNS, RewardModel, pack
 from verl_like.workers.pretrained import load_pretrained
 
@@ -54,7 +54,12 @@ class RewardModelWorker(Worker):
                 f"A sequence has {longest} tokens, but the reward model {self.config.model.path} reads at most "
                 f"{limit}; lower data.max_prompt_length + data.max_response_length, or take another reward model."
             )
-        (rm_scores_BR,) = forward(self.engine, rows, self.config.micro_batch_size_per_gpu, self._score)
+        micro_batching = MicroBatching(
+            self.config.micro_batch_size_per_gpu,
+            self.config.forward_max_token_len_per_gpu,
+            self.config.use_dynamic_bsz,
+        )
+        (rm_scores_BR,) = forward(self.engine, rows, micro_batching, self._score)
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
 
     def _score(self, micro: Rows) -> tuple[torch.Tensor]:
