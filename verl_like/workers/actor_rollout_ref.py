@@ -26,6 +26,7 @@ from verl_like.workers.mini_batches import (
 from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel
 from verl_like.workers.pretrained import load_pretrained
 from verl_like.workers.rollout import FinishedSample, build_rollout_engine
+from verl_like.workers.throughput import Stopwatch
 from verl_like.workers.trained_worker import TrainedWorker
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
@@ -131,6 +132,7 @@ class ActorRolloutRefWorker(TrainedWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability and entropy of each response token under the present policy, (B, R) float32."""
         rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "actor_infer", passes=1)
         log_probs_BR, entropys_BR = forward(
             self.engine,
             rows,
@@ -140,7 +142,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         entropy = token_mean(entropys_BR.sum(), int(rows["response_mask"].sum()))
         return DataProto.from_dict(
             tensors={"old_log_probs": log_probs_BR, "entropys": entropys_BR},
-            meta_info={"metrics": {"actor/entropy": entropy}},
+            meta_info={"metrics": {"actor/entropy": entropy} | stopwatch.metrics()},
         )
 
     @register(
@@ -151,13 +153,15 @@ class ActorRolloutRefWorker(TrainedWorker):
     )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, (B, R) float32."""
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "ref", passes=1)
         (log_probs_BR,) = forward(
             self.engine,
-            to_rows(data, self.device),
+            rows,
             log_prob_micro_batching(self.config.ref),
             lambda micro: self._score(micro, with_entropy=False),
         )
-        return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR})
+        return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR}, meta_info={"metrics": stopwatch.metrics()})
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
@@ -166,8 +170,10 @@ class ActorRolloutRefWorker(TrainedWorker):
     )
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
-        metrics = update(self.engine, to_rows(data, self.device), self.schedule, self.policy_loss, prefix="actor")
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "actor", passes=3 * self.schedule.epochs)
+        metrics = update(self.engine, rows, self.schedule, self.policy_loss, prefix="actor")
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The share of some rows in their mini-batch's loss: clipped surrogate - entropy bonus + KL loss.

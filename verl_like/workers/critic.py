@@ -21,6 +21,7 @@ from verl_like.workers.mini_batches import (
 )
 from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel
 from verl_like.workers.pretrained import load_pretrained
+from verl_like.workers.throughput import Stopwatch
 from verl_like.workers.trained_worker import TrainedWorker
 
 
@@ -95,9 +96,11 @@ class CriticWorker(TrainedWorker):
     )
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimated return from each response token, (B, R) float32: read at the token before it."""
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "values", passes=1)
         (values_BR,) = forward(
             self.engine,
-            to_rows(data, self.device),
+            rows,
             MicroBatching(
                 self.config.forward_micro_batch_size_per_gpu,
                 self.config.forward_max_token_len_per_gpu,
@@ -105,7 +108,7 @@ class CriticWorker(TrainedWorker):
             ),
             lambda micro: (self._predict(micro),),
         )
-        return DataProto.from_dict(tensors={"values": values_BR})
+        return DataProto.from_dict(tensors={"values": values_BR}, meta_info={"metrics": stopwatch.metrics()})
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
@@ -114,8 +117,10 @@ class CriticWorker(TrainedWorker):
     )
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
-        metrics = update(self.engine, to_rows(data, self.device), self.schedule, self.value_loss, prefix="critic")
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "critic", passes=3 * self.schedule.epochs)
+        metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic")
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
 
     def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The share of some rows in their mini-batch's clipped squared error.

@@ -1,0 +1,46 @@
+"""Tokens per second and MFU: from FLOPs, time and peak, merged over ranks."""
+
+import pytest
+import torch
+from tiny_worker_models import local_group, make_batch, policy_config, write_model
+
+from verl_like.protocol import merge_metrics, metric_values
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.throughput import peak_flops, speed_metrics
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory):
+    path = write_model(tmp_path_factory.mktemp("models") / "policy")
+    return local_group(ActorRolloutRefWorker, policy_config(path, ppo_epochs=2), role="actor", seed=1)
+
+
+def test_every_pass_reports_its_speed(actor):
+    data = make_batch()
+    infer = metric_values(actor.compute_log_prob(data).get().meta_info["metrics"])
+    train = metric_values(actor.update_actor(data).get().meta_info["metrics"])
+    assert 0 < infer["perf/mfu/actor_infer"] < 1 and 0 < train["perf/mfu/actor"] < 1
+    assert infer["perf/tokens_per_s/actor_infer"] > 0
+    # FLOPs are 3 passes of 2 epochs; tokens count once.
+    cost = actor.workers[0].engine.cost
+    lengths, scored = data.batch["attention_mask"].sum(-1), data.batch["response_mask"].sum(-1)
+    flops_per_token = 6 * cost.forward(lengths, scored).sum() / lengths.sum().item()
+    ratio = train["perf/mfu/actor"] / train["perf/tokens_per_s/actor"]
+    assert ratio == pytest.approx(flops_per_token / peak_flops("cpu", "float32"), rel=1e-6)
+
+
+def test_the_groups_mfu_is_all_ranks_flops_by_all_ranks_time():
+    parts = [
+        speed_metrics("ref", tokens=100, flops=6e9, seconds=2.0, peak=1e10),
+        speed_metrics("ref", tokens=60, flops=3e9, seconds=4.0, peak=1e10),
+    ]
+    merged = metric_values(merge_metrics(parts))
+    assert merged["perf/mfu/ref"] == pytest.approx((6e9 + 3e9) / ((2.0 + 4.0) * 1e10))
+    assert merged["perf/tokens_per_s/ref"] == 100 / 2 + 60 / 4
+
+
+def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    peak_flops.cache_clear()
+    assert peak_flops("cuda", "bfloat16") == 989e12
+    peak_flops.cache_clear()

@@ -1,0 +1,89 @@
+"""How fast a pass over a batch was: tokens per second, and MFU, the share of the device's peak (arXiv:2204.02311)."""
+
+import time
+from functools import lru_cache
+
+import torch
+
+from verl_like.protocol import Metric
+from verl_like.workers.engine import TrainingEngine
+from verl_like.workers.mini_batches import Rows
+
+_DENSE_BFLOAT16_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""FLOP/s of matrix products without sparsity, by a part of the device's name."""
+
+
+class Stopwatch:
+    """Measures one pass over `rows` from its making to `metrics`."""
+
+    def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
+        """Starts.
+
+        Args:
+            engine: the model and the device.
+            rows: what the pass computes.
+            phase: names the metrics.
+            passes: the cost in forward passes: 1, or 3 for each epoch of training, whose backward costs two.
+        """
+        self.engine, self.phase = engine, phase
+        lengths_B = rows["attention_mask"].sum(-1).cpu().numpy()
+        has_vocabulary = engine.model.hf.get_output_embeddings() is not None
+        scored_B = rows["response_mask"].sum(-1).cpu().numpy() if has_vocabulary else 0
+        self.tokens = int(lengths_B.sum())
+        self.flops = passes * float(engine.cost.forward(lengths_B, scored_B).sum())
+        self.start = time.perf_counter()
+
+    def metrics(self) -> dict[str, Metric]:
+        """`speed_metrics` of the time since the start."""
+        if self.engine.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.start
+        peak = peak_flops(self.engine.device, self.engine.fsdp.dtype) * self.engine.sequence_parallel_size
+        return speed_metrics(self.phase, self.tokens, self.flops, seconds, peak)
+
+
+def speed_metrics(phase: str, tokens: int, flops: float, seconds: float, peak: float) -> dict[str, Metric]:
+    """`perf/tokens_per_s/<phase>` of all ranks together, and `perf/mfu/<phase>` over all ranks and their time.
+
+    Args:
+        phase: names the metrics.
+        tokens: tokens of this rank's rows, without padding.
+        flops: of the model for these: of the head for response tokens alone, attention within the sequence; nothing
+            for recomputed layers or the optimizer.
+        seconds: what the pass took.
+        peak: FLOP/s of the ranks that shared these rows.
+    """
+    return {
+        f"perf/tokens_per_s/{phase}": Metric.sum(tokens / seconds),
+        f"perf/mfu/{phase}": Metric.mean(flops / (seconds * peak), weight=seconds),
+    }
+
+
+@lru_cache
+def peak_flops(device: str, dtype: str) -> float:
+    """FLOP/s of matrix products in `dtype`: the data sheet's for known GPUs in bfloat16, else measured, once a process.
+
+    The measurement is the best of a few products, on a CPU with this process's threads; it takes less than 0.2 s.
+    """
+    if device == "cuda" and dtype == "bfloat16":
+        name = torch.cuda.get_device_name()
+        known = [peak for part, peak in _DENSE_BFLOAT16_PEAKS.items() if part in name]
+        if known:
+            return known[0]
+    size = 8192 if device == "cuda" else 768
+    matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
