@@ -53,6 +53,8 @@ class Side:
             cwd=ROOT,
             env=os.environ
             | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0"}
+            # Ray's workers would otherwise wait for every other process of the machine, and the others' would not.
+            | {"RAY_worker_niceness": "0"}
             | (variables or {}),
         )
 
