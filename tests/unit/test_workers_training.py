@@ -99,15 +99,40 @@ def test_the_critic_loss_is_half_the_mean_clipped_squared_error(model_path):
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_the_gradient_is_the_same_for_every_micro_batch_size(model_path, mode):
+def test_the_gradient_is_the_same_for_every_micro_batch_size_and_token_budget(model_path, mode):
     data, results = make_batch(), []
-    for micro in (8, 3, 1):
-        group = actor_group(model_path, micro=micro, loss_agg_mode=mode, entropy_coeff=0.01)
+    for size in ({"micro": 8}, {"micro": 3}, {"micro": 1}, {"budget": 11}, {"budget": 30}):
+        group = actor_group(model_path, loss_agg_mode=mode, entropy_coeff=0.01, **size)
         results.append(gradients_of(group.workers[0], lambda group=group: update(group, data)))
     for gradients, metrics in results[1:]:
         assert relative_error(gradients, results[0][0]) < 2e-6
         for name in ("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy_loss", "actor/grad_norm"):
             assert metrics[name] == pytest.approx(results[0][1][name], rel=1e-5)
+
+
+def test_scores_come_back_in_the_order_of_the_rows_whatever_the_budget(model_path, tmp_path):
+    data = make_batch()
+    reward_path = write_reward_model(tmp_path / "reward")
+    by_tokens = {"use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 11}
+
+    def scores(budget, **settings):
+        reference = local_group(ActorRolloutRefWorker, policy_config(model_path, budget=budget), role="ref", seed=1)
+        critic = critic_group(model_path, **settings)
+        reward_model = local_group(RewardModelWorker, reward_config(reward_path, **settings))
+        calls = (reference.compute_ref_log_prob, critic.compute_values, reward_model.compute_rm_score)
+        return [column for call in calls for column in call(data).get().batch.values()]
+
+    for column, expected in zip(scores(11, **by_tokens), scores(None), strict=True):
+        torch.testing.assert_close(column, expected, rtol=0, atol=1e-6)
+
+
+def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):
+    data = make_batch()
+    group = actor_group(model_path, budget=14)
+    pack, tokens = group.workers[0].engine.pack, []
+    group.workers[0].engine.pack = lambda rows: tokens.append(int(rows["attention_mask"].sum())) or pack(rows)
+    update(group, data)
+    assert sum(tokens) == data.batch["attention_mask"].sum() and 11 < max(tokens) <= 14
 
 
 def test_padding_rows_change_neither_gradient_nor_metrics(model_path):

@@ -24,11 +24,12 @@ from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.planning import rank_order
+from verl_like.workers.planning import pack_into_micro_batches, rank_order
 
 LAYOUTS = {"sharded": -1, "replicated": 1}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True}
+BUDGET = 12
 
 
 def padded_half(data: DataProto, rank: int) -> DataProto:
@@ -36,6 +37,12 @@ def padded_half(data: DataProto, rank: int) -> DataProto:
     rows = DataProto.concat([data, data.select_idxs([0])]).select_idxs(list(range(4 * rank, 4 * rank + 4)))
     rows.batch["is_pad"] = torch.tensor([False, False, False, rank == 1])
     return rows
+
+
+def long_and_short_rows() -> DataProto:
+    """8 rows, the longest first."""
+    rows = make_batch(rows=8)
+    return rows.select_idxs(rows.batch["attention_mask"].sum(-1).argsort(descending=True))
 
 
 def train_on_rank(rank: int, port: int, folder: str) -> None:
@@ -63,6 +70,14 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4))))
     save_file(gradients, out / f"second_gradients_{rank}")
+    worker = ActorRolloutRefWorker(policy_config(model, budget=BUDGET), role="actor", seed=1)
+    worker.init_model()
+    passes = []
+    worker.engine.model.register_forward_pre_hook(lambda *_: passes.append(rank))
+    half = long_and_short_rows().select_idxs(range(4 * rank, 4 * rank + 4))
+    log_probs = worker.compute_log_prob(half).batch["old_log_probs"]
+    gradients, _ = gradients_of(worker, lambda: worker.update_actor(half))
+    save_file({"log_probs": log_probs, "passes": torch.tensor(len(passes))} | gradients, out / f"budget_{rank}")
     critic = CriticWorker(critic_config(model, micro=3), seed=1)
     critic.init_model()
     gradients, _ = gradients_of(critic, lambda: critic.update_critic(data))
@@ -153,6 +168,22 @@ def test_two_ranks_write_one_complete_model_folder(two_ranks, layout):
 def test_the_ranks_exports_together_hold_every_parameter_once(two_ranks, one_rank, layout):
     names = [n for rank in (0, 1) for n in json.loads((two_ranks / f"{layout}_exported_{rank}.json").read_text())]
     assert sorted(names) == sorted(one_rank["parameters"])
+
+
+def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_compute_the_same(two_ranks):
+    rows = long_and_short_rows()
+    lengths = rows.batch["attention_mask"].sum(-1).tolist()
+    long, short = (len(pack_into_micro_batches(half, BUDGET)) for half in (lengths[:4], lengths[4:]))
+    assert long > short
+    config = policy_config(str(two_ranks / "model"))
+    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    log_probs = group.compute_log_prob(rows).get().batch["old_log_probs"]
+    gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(rows).get())
+    halves = [load_file(two_ranks / f"budget_{rank}") for rank in (0, 1)]
+    assert [int(half.pop("passes")) for half in halves] == [2 * long, 2 * long]
+    torch.testing.assert_close(torch.cat([half.pop("log_probs") for half in halves]), log_probs, rtol=0, atol=1e-6)
+    for half in halves:
+        assert relative_error(half, gradients) < 2e-6
 
 
 def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):

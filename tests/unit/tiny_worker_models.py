@@ -79,10 +79,19 @@ def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
 
 
 def policy_config(
-    path: str, *, prompts: int = 8, micro: int = 8, fsdp: dict[str, Any] | None = None, **actor: Any
+    path: str,
+    *,
+    prompts: int = 8,
+    micro: int = 8,
+    budget: int | None = None,
+    fsdp: dict[str, Any] | None = None,
+    **actor: Any,
 ) -> ActorRolloutRefConfig:
-    """Settings of the policy in float32: mini-batches of `prompts` rows, micro-batches of `micro` rows."""
+    """Settings of the policy in float32: mini-batches of `prompts` rows, micro-batches of `micro` rows or of at most
+    `budget` tokens."""
     fsdp_config = {"dtype": "float32", **(fsdp or {})}
+    by_tokens = {"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": budget} if budget else {}
+    actor = ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} if budget else {}) | actor
     return ActorRolloutRefConfig.model_validate(
         {
             "model": {"path": path},
@@ -94,12 +103,13 @@ def policy_config(
                 **actor,
                 "fsdp_config": fsdp_config,
             },
-            "ref": {"log_prob_micro_batch_size_per_gpu": micro, "fsdp_config": {"dtype": "float32"}},
+            "ref": {"log_prob_micro_batch_size_per_gpu": micro, "fsdp_config": {"dtype": "float32"}, **by_tokens},
             "rollout": {
                 "prompt_length": PROMPT,
                 "response_length": RESPONSE,
                 "temperature": 0.7,
                 "log_prob_micro_batch_size_per_gpu": micro,
+                **by_tokens,
             },
         }
     )
