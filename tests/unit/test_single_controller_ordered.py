@@ -73,7 +73,7 @@ def joined(by_rank: list[list[int]]) -> list[int]:
     return list(itertools.chain(*by_rank))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(given_batch=ordered_batches(), size=st.sampled_from([1, 2, 3, 4]))
 def test_an_ordered_batch_comes_back_in_its_own_order_with_every_column(given_batch, size):
     batch, order = given_batch
@@ -83,7 +83,7 @@ def test_an_ordered_batch_comes_back_in_its_own_order_with_every_column(given_ba
     assert joined(GROUPS[size].real_rows(ordered)) == order.tolist(), "rank i has the i-th slice of the order"
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(given_batch=ordered_batches(), sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3))
 def test_futures_of_ordered_calls_are_put_right_where_they_are_used(given_batch, sizes):
     batch, order = given_batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -113,7 +115,9 @@ class BatchShard:
             raise ValueError(f"an order of {self.total} rows was given for a future of {total} rows: order all of them")
         num_rows = -(-total // self.count)
         first = self.index * num_rows
-        positions = np.arange(first, first + num_rows) % total if self.positions is None else self.positions
+        positions: np.ndarray | range = range(first, first + num_rows)
+        if self.positions is not None or first + num_rows > total:
+            positions = np.arange(first, first + num_rows) % total if self.positions is None else self.positions
         data = self._gather(fetch, part_rows, positions)
         for array in data.non_tensor_batch.values():
             array.flags.writeable = False  # a view of shared rows: NumPy itself refuses to write into it
@@ -123,21 +127,25 @@ class BatchShard:
             data = _with_pad_column(data, torch.arange(num_rows) >= num_real_rows)
         return ResolvedShard(data, num_rows, num_real_rows, padded, self.ordered, marked_before)
 
-    def _gather(self, fetch: Fetch, part_rows: list[int], positions: np.ndarray) -> DataProto:
+    def _gather(self, fetch: Fetch, part_rows: list[int], positions: np.ndarray | range) -> DataProto:
         """The rows at `positions` of the parts, in that order."""
-        ends = np.cumsum(part_rows)
+        ends = list(itertools.accumulate(part_rows))
+        first, last = int(positions[0]), int(positions[-1])
+        part = bisect.bisect_right(ends, first)
+        if last < ends[part] and _is_range(positions):
+            start = ends[part] - part_rows[part]
+            return self._payloads(fetch, [part])[0].rows(first - start, last + 1 - start)
         owner = np.searchsorted(ends, positions, side="right")
-        needed = np.unique(owner).tolist()
+        needed = sorted(set(owner.tolist()))
         taken, places = [], []
         for part, payload in zip(needed, self._payloads(fetch, needed), strict=True):
             (place,) = np.nonzero(owner == part)
-            taken.append(_take(payload, positions[place] - (ends[part] - part_rows[part])))
+            taken.append(_take(payload, np.asarray(positions)[place] - (ends[part] - part_rows[part])))
             places.append(place)
         if len(taken) == 1:
             return taken[0]
         place = np.concatenate(places)
-        in_order = np.array_equal(place, np.arange(len(place)))
-        return DataProto.concat(taken, None if in_order else torch.from_numpy(place))
+        return DataProto.concat(taken, None if _is_range(place) else torch.from_numpy(place))
 
     def _payloads(self, fetch: Fetch, parts: Sequence[int]) -> list[DataProto]:
         """The batches of these parts, with the columns that are read."""
@@ -177,10 +185,11 @@ def split_order(order: np.ndarray, count: int) -> list[np.ndarray]:
 
 def _take(data: DataProto, rows: np.ndarray) -> DataProto:
     """The rows at these numbers: a view if they are contiguous, else a copy."""
-    first = int(rows[0])
-    if np.array_equal(rows, np.arange(first, first + len(rows))):
-        return data.rows(first, first + len(rows))
-    return data.select_idxs(rows)
+    return data.rows(int(rows[0]), int(rows[-1]) + 1) if _is_range(rows) else data.select_idxs(rows)
+
+
+def _is_range(numbers: np.ndarray | range) -> bool:
+    return isinstance(numbers, range) or bool((np.diff(numbers) == 1).all())
 
 
 def _with_pad_column(data: DataProto, is_pad: torch.Tensor) -> DataProto:
