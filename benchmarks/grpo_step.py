@@ -1,0 +1,127 @@
+"""A whole GRPO step on the CPU: verl_like's trainer (Ray, an FSDP2 training process, vLLM) against TRL's GRPOTrainer
+with transformers' generate. They take turns, step by step, and each has all threads in its turn.
+
+The same random Llama of 4.5 million parameters in float32, 8 prompts of 32 tokens, 8 samples each, one AdamW update a
+step on all 64 samples, no KL. Lengths are forced and the reward knows nothing of them: all responses have 128 tokens
+(uniform), or lengths are the quantiles of a log-normal law with 128 as the longest and a quarter of it as the mean
+(long-tailed). Useful tokens are those of prompts and responses, without padding.
+
+Limit: (2 + 6) * parameters * tokens floating-point operations, a forward pass to generate and a forward and backward
+pass to train, at the rate of a large float32 matrix product with the same threads.
+"""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Report, Side
+from benchmarks.sides import grpo_world as world
+
+STEPS = 6  # the first of which warms up
+THREADS = 2
+LEARNING_RATE = 1e-4
+Steps = dict[str, list[dict[str, Any]]]
+
+
+def main() -> None:
+    report = Report("grpo_step", f"A whole GRPO step, {THREADS} threads in turn: verl_like against TRL")
+    with tempfile.TemporaryDirectory() as folder:
+        shape = {"hidden": 256, "layers": 4, "intermediate": 768, "positions": 256}
+        num_parameters = world.make_model(Path(folder, "model"), vocab_size=world.VOCABULARY, **shape)
+        world.write_prompts(Path(folder, "prompts.parquet"), world.speed_prompts())
+        rate = matrix_product_rate()
+        report.row("product of 1536 x 1536 matrices, float32", "GFLOP/s", [rate / 1e9])
+        for law, target in (("uniform", 1.3), ("long-tailed", 2.5)):
+            found = run_steps(folder, forced=law != "uniform")
+            for one, other in zip(found["ours"], found["trl"], strict=True):
+                assert one["tokens"] == other["tokens"] and one["longest"] == other["longest"], (one, other)
+            ratio = show(report, law, found, limit=rate / (8 * num_parameters))
+            report.target(f"{law}, ours / TRL", ratio, ">=", target)
+    report.write()
+
+
+def run_steps(folder: str, *, forced: bool) -> Steps:
+    """What each side's steps returned, without the first."""
+    ours = Side("ours", "grpo_ours.py", "project", THREADS)
+    trl = Side("trl", "grpo_trl.py", "peers", THREADS)
+    ours.call("start", overrides=overrides(folder, forced))
+    trl.call(
+        "start",
+        model=f"{folder}/model",
+        prompts=world.speed_prompts(),
+        reward="parity",
+        response_length=world.LONGEST,
+        lr=LEARNING_RATE,
+        steps=STEPS,
+        seed=1,
+        batch=world.NUM_SAMPLES,
+        forced=forced,
+    )
+    found: Steps = {"ours": [], "trl": []}
+    for index in range(STEPS):
+        for side in (ours, trl) if index % 2 else (trl, ours):
+            found[side.name].append(side.call("step"))
+    for side in (ours, trl):
+        side.close()
+    return {name: steps[1:] for name, steps in found.items()}
+
+
+def overrides(folder: str, forced: bool) -> list[str]:
+    """The run's configuration. Training and engine take turns, so each is one process with all threads."""
+    return [
+        "device=cpu",
+        "trainer.n_gpus_per_node=1",
+        f"data.train_files={folder}/prompts.parquet",
+        f"data.val_files={folder}/prompts.parquet",
+        f"data.train_batch_size={world.NUM_PROMPTS}",
+        f"data.max_prompt_length={world.PROMPT_LENGTH}",
+        f"data.max_response_length={world.LONGEST}",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
+        "actor_rollout_ref.actor.optim.weight_decay=0.0",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={world.NUM_PROMPTS}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        f"actor_rollout_ref.rollout.n={world.SAMPLES_PER_PROMPT}",
+        f"actor_rollout_ref.rollout.max_num_seqs={world.NUM_SAMPLES}",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "algorithm.adv_estimator=grpo",
+        "custom_reward_function.path=pkg://benchmarks.sides.grpo_world",
+        "custom_reward_function.name=parity",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=false",
+        f"trainer.default_local_dir={folder}/run",
+        *(["worker_classes.rollout=benchmarks.sides.grpo_lengths.ForcedLengthWorker"] if forced else []),
+    ]
+
+
+def show(report: Report, law: str, found: Steps, limit: float) -> float:
+    """Reports both sides' useful tokens a second and their phases; the ratio of the medians."""
+    speed = {name: [step["tokens"] / step["seconds"] for step in steps] for name, steps in found.items()}
+    median = {name: statistics.median(values) for name, values in speed.items()}
+    for name, values in speed.items():
+        report.row(f"{law}, {name}", "useful tokens/s", values, of_limit=median[name] / limit)
+        for phase in found[name][0]["phases"]:
+            report.row(f"{law}, {name}: {phase}", "s", [step["phases"][phase] for step in found[name]])
+    return median["ours"] / median["trl"]
+
+
+def matrix_product_rate() -> float:
+    """Floating-point operations a second of a product of square matrices."""
+    torch.set_num_threads(THREADS)
+    size = 1536
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    seconds = []
+    for _ in range(7):
+        started = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()

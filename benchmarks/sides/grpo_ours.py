@@ -1,0 +1,51 @@
+"""verl_like's side of `grpo_step` and `grpo_reward_curve`: its trainer, made from configuration as the command line
+makes it, one step at a time."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.serve import serve
+from benchmarks.sides.grpo_gate import Gate
+from verl_like.trainer.config import load_config
+from verl_like.trainer.run_ppo import check_inputs, train
+from verl_like.trainer.run_recorder import RunRecorder
+
+gate = Gate()
+
+
+class SteppingRecorder(RunRecorder):
+    @contextlib.contextmanager
+    def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
+        gate.wait()
+        with super().step(step, epoch, total_steps) as log:
+            yield log
+        gate.finished(self.metrics[-1])
+
+
+def start(overrides: list[str]) -> dict[str, Any]:
+    """Starts Ray, workers and engine; returns when the first step may begin."""
+
+    def body() -> None:
+        with contextlib.ExitStack() as cleanup:
+            inputs = check_inputs(load_config(overrides, "ppo_trainer", None), cleanup)
+            train(inputs, SteppingRecorder(inputs.config))
+
+    gate.start(body)
+    return {}
+
+
+def step() -> dict[str, Any]:
+    """One step: its seconds, phases, tokens and reward."""
+    seconds, metrics = gate.step()
+    return {
+        "seconds": seconds,
+        "tokens": metrics["perf/total_num_tokens"],
+        "longest": metrics["response_length/max"],
+        "reward": metrics["critic/score/mean"],
+        "phases": {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")},
+    }
+
+
+if __name__ == "__main__":
+    serve(start, step)

@@ -1,0 +1,142 @@
+"""TRL's side of `grpo_step` and `grpo_reward_curve`: its GRPOTrainer with transformers' generate, step by step."""
+
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.serve import serve
+from benchmarks.sides import grpo_world
+from benchmarks.sides.grpo_gate import Gate
+from benchmarks.sides.grpo_world import LONGEST, MAX_OVER_MEAN, NUM_SAMPLES, SAMPLES_PER_PROMPT, lengths_of_step
+
+gate = Gate()
+so_far = {"generation": 0.0, "tokens": 0.0}
+
+
+class EndAtLength(LogitsProcessor):
+    """The end token, and only it, where a response has reached its length."""
+
+    def __init__(self, lengths: list[int], prompt_length: int, end: int) -> None:
+        self.last = torch.tensor(lengths) - 1
+        self.prompt_length, self.end = prompt_length, end
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ends_B = self.last == input_ids.size(1) - self.prompt_length
+        scores[:, self.end] = -torch.inf
+        scores[ends_B] = -torch.inf
+        scores[ends_B, self.end] = 0.0
+        return scores
+
+
+class Stepping(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        gate.wait()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "reward" in logs:
+            gate.finished(dict(logs))
+
+
+def start(
+    model: str,
+    prompts: list[str],
+    reward: str,
+    response_length: int,
+    lr: float,
+    steps: int,
+    seed: int,
+    batch: int,
+    forced: bool,
+) -> dict[str, Any]:
+    """Loads everything; returns when the first step may begin.
+
+    `batch` samples go into a forward and backward pass. `forced`: every response ends where the law of lengths says;
+    otherwise all have `response_length` tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    score = getattr(grpo_world, reward)
+    num_samples = len(prompts) * SAMPLES_PER_PROMPT
+    generate = policy.generate
+    generations = iter(range(steps))
+
+    def timed_generate(**arguments: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        if forced:
+            drawn = lengths_of_step(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN, next(generations))
+            arguments["logits_processor"] = [EndAtLength(drawn, arguments["input_ids"].size(1), tokenizer.eos_token_id)]
+        output = generate(**arguments)
+        so_far["generation"] += time.perf_counter() - started
+        return output
+
+    policy.generate = timed_generate
+
+    def rewards(completions: list[str], truth: list[str], **_: Any) -> list[float]:
+        return [score("", text, ground_truth) for text, ground_truth in zip(completions, truth, strict=True)]
+
+    trainer = GRPOTrainer(
+        model=policy,
+        processing_class=tokenizer,
+        reward_funcs=rewards,
+        train_dataset=Dataset.from_dict({"prompt": prompts, "truth": [prompt.split()[-1] for prompt in prompts]}),
+        callbacks=[Stepping()],
+        args=GRPOConfig(
+            output_dir=f"{model}_trl",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=num_samples // batch,
+            num_generations=SAMPLES_PER_PROMPT,
+            max_completion_length=response_length,
+            generation_kwargs={} if forced else {"min_new_tokens": response_length},
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=0.0,
+            num_iterations=1,
+            epsilon=0.2,
+            loss_type="dapo",
+            scale_rewards="group",
+            mask_truncated_completions=False,
+            learning_rate=lr,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            weight_decay=0.0,
+            adam_beta1=0.9,
+            adam_beta2=0.999,
+            adam_epsilon=1e-8,
+            max_grad_norm=1.0,
+            max_steps=steps,
+            seed=seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+    )
+    gate.start(trainer.train)
+    return {}
+
+
+def step() -> dict[str, Any]:
+    """One step: its seconds, phases, tokens and reward."""
+    before = dict(so_far)
+    seconds, logs = gate.step()
+    so_far["tokens"] = logs["num_tokens"]
+    generation = so_far["generation"] - before["generation"]
+    return {
+        "seconds": seconds,
+        "tokens": so_far["tokens"] - before["tokens"],
+        "longest": logs["completions/max_length"],
+        "reward": logs["reward"],
+        "phases": {"gen": generation, "rest": seconds - generation},
+    }
+
+
+if __name__ == "__main__":
+    serve(start, step)
