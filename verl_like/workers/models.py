@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from verl_like.workers.linear_log_prob import linear_log_prob
 from verl_like.workers.sequence_parallel import SequenceShare
 
 # Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
-# S sequences, V vocabulary, D hidden size.
-
-LOGITS_PER_CHUNK = 1 << 25
-"""Largest number of logits that exist at a time (128 MiB in float32, and as much again for their softmax)."""
+# S sequences, D hidden size.
 
 SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """What `pack` reads."""
 
-_SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_LOGIT_CHANGES = (
+    *("final_logit_softcapping", "logit_scale", "lm_head_multiplier", "logits_scaling"),
+    *("output_multiplier", "logits_soft_cap"),
+)
+"""What models of transformers call the factors and bounds of their logits."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,7 @@ class PolicyModel(PackedModel):
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
-        scaled = {name: getattr(hf.config, name) for name in _SCALED_LOGITS if getattr(hf.config, name, None)}
-        if any(value != 1 for value in scaled.values()):
-            raise ValueError(
-                f"{type(hf).__name__} changes its logits after the head ({scaled}), which is not supported."
-            )
+        self.logit_scale, self.softcap = _changes_of_logits(hf)
 
     def forward(
         self, packed: PackedBatch, temperature: float, with_entropy: bool = False
@@ -135,29 +132,35 @@ class PolicyModel(PackedModel):
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: log-probabilities of a greedy policy do not exist; use > 0.")
-        hidden_MD = self.hidden_states(packed)[packed.scored]
-        head = self.hf.get_output_embeddings()
-        rows = max(1, LOGITS_PER_CHUNK // head.weight.size(0))
-        if len(hidden_MD) <= rows:
-            return _score_tokens(hidden_MD, packed.labels, head, temperature, with_entropy)
-        chunks = [
-            checkpoint(_score_tokens, hidden, labels, head, temperature, with_entropy, use_reentrant=False)
-            for hidden, labels in zip(hidden_MD.split(rows), packed.labels.split(rows), strict=True)
-        ]
-        log_probs, entropies = zip(*chunks, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+        return linear_log_prob(
+            self.hidden_states(packed)[packed.scored],
+            self.hf.get_output_embeddings().weight,
+            packed.labels,
+            temperature=temperature,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            with_entropy=with_entropy,
+        )
 
 
-def _score_tokens(
-    hidden_MD: torch.Tensor, labels_M: torch.Tensor, head: nn.Module, temperature: float, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logits_MV = head(hidden_MD).float() / temperature
-    normalizer_M = logits_MV.logsumexp(-1)
-    log_probs_M = logits_MV.gather(-1, labels_M.unsqueeze(-1)).squeeze(-1) - normalizer_M
-    if not with_entropy:
-        return log_probs_M, None
-    probs_MV = (logits_MV - normalizer_M.unsqueeze(-1)).exp()
-    return log_probs_M, normalizer_M - (probs_MV * logits_MV).sum(-1)
+def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
+    """What the model multiplies its head's output by, and the bound of its logits, or None.
+
+    Raises:
+        ValueError: a head that is not one matrix, or logits that are changed in another way.
+    """
+    head = hf.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(f"The head of {type(hf).__name__} is {head}; only one matrix without a bias is supported.")
+    settings = {name: getattr(hf.config, name, None) for name in _LOGIT_CHANGES}
+    unsupported = ["output_multiplier", "logits_soft_cap"]
+    if hf.config.model_type == "hyperclovax":  # multiplies by what all others divide by
+        unsupported.append("logits_scaling")
+    found = {name: settings[name] for name in unsupported if settings[name] not in (None, 1)}
+    if found:
+        raise ValueError(f"{type(hf).__name__} changes its logits after the head ({found}), which is not supported.")
+    scale = (settings["logit_scale"] or 1) * (settings["lm_head_multiplier"] or 1) / (settings["logits_scaling"] or 1)
+    return scale, settings["final_logit_softcapping"]
 
 
 class ValueModel(PackedModel):
