@@ -149,6 +149,11 @@ def test_a_context_longer_than_the_models_is_refused_with_the_sum(refusal: Refus
     assert "200 + 100 = 300" in message and "256 positions" in message
 
 
+def test_heads_that_the_ranks_sharing_a_sequence_cannot_share_out_are_refused(refusal: Refusal):
+    sizes = [f"{part}.ulysses_sequence_parallel_size=3" for part in ("actor_rollout_ref.actor", "critic")]
+    assert f"{sizes[0]} does not divide the 4 attention heads" in refusal("trainer.n_gpus_per_node=3", *sizes)
+
+
 def test_an_output_folder_that_cannot_be_made_names_the_key(refusal: Refusal, tmp_path: Path):
     (tmp_path / "a_file").write_text("")
     assert "trainer.default_local_dir" in refusal(f"trainer.default_local_dir={tmp_path}/a_file/runs")

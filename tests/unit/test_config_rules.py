@@ -186,7 +186,67 @@ def test_a_micro_batch_that_does_not_divide_a_ranks_share_shows_the_sum():
         "actor_rollout_ref.rollout.n=6",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5",
     )
-    assert "= 8 x 6 / 4 = 12 responses; nearest possible values: 4 and 6" in message
+    assert "= 8 x 6 / 4 = 12 responses; nearest possible values: 4 and 6, or " in message
+    assert message.endswith("or actor_rollout_ref.actor.use_dynamic_bsz=true")
+
+
+def test_micro_batches_by_tokens_need_not_divide_anything():
+    assert small(
+        "actor_rollout_ref.rollout.n=6",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5",
+        "critic.ppo_micro_batch_size_per_gpu=7",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    ).critic.use_dynamic_bsz
+
+
+ACTOR_BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+SHARED_BY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+BY_TOKENS = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true"]
+
+
+def test_a_token_budget_holds_the_longest_sequence():
+    # 512 + 512 tokens. The budgets of the log-probabilities follow the actor's: it is told once.
+    assert refusal(*BY_TOKENS, f"{ACTOR_BUDGET}=1023") == (
+        f"{ACTOR_BUDGET}=1023 tokens cannot hold the longest sequence, data.max_prompt_length + "
+        "data.max_response_length = 512 + 512 = 1024; set it to at least 1024"
+    )
+    small(*BY_TOKENS, f"{ACTOR_BUDGET}=1024")
+    small(f"{ACTOR_BUDGET}=1")  # without use_dynamic_bsz no pass has this budget
+    reward = ["reward_model.enable=true", "reward_model.model.path=x", "reward_model.forward_max_token_len_per_gpu=9"]
+    assert "reward_model.forward_max_token_len_per_gpu=9 tokens" in refusal(*BY_TOKENS, *reward)
+    for key in ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"):
+        assert f"{key}=9 tokens" in refusal(*BY_TOKENS, f"{key}=9")
+    for part in ("ref", "rollout"):
+        key = f"actor_rollout_ref.{part}.log_prob_max_token_len_per_gpu"
+        assert f"{key}=9 tokens" in refusal(*BY_TOKENS, f"{key}=9")
+
+
+def test_the_ranks_that_share_a_sequence_share_the_budget():
+    message = refusal(*BY_TOKENS, f"{ACTOR_BUDGET}=500", f"{SHARED_BY}=2")
+    assert f"{ACTOR_BUDGET}=500 x {SHARED_BY}=2 = 1000 tokens" in message and "at least 512" in message
+    small(*BY_TOKENS, f"{ACTOR_BUDGET}=512", f"{SHARED_BY}=2")
+
+
+def test_groups_that_share_sequences_fill_the_pool():
+    message = refusal(f"{SHARED_BY}=3")
+    assert (
+        message
+        == f"{SHARED_BY}=3 does not divide the 4 processes of the pool global_pool (actor); possible are [1, 2, 4]"
+    )
+    assert "(critic); possible are [1, 2, 4]" in refusal("critic.ulysses_sequence_parallel_size=3")
+    # The reference policy follows the actor, also on a pool of its own.
+    own_pool = ["resource_pool_spec.ref_pool=[3]", "role_mapping.ref=ref_pool", "algorithm.use_kl_in_reward=true"]
+    assert "3 processes of the pool ref_pool (ref)" in refusal(*own_pool, f"{SHARED_BY}=2")
+
+
+def test_a_mini_batch_splits_over_the_groups_that_share_sequences():
+    # 2 prompts are too few for 4 processes, but enough for 2 groups of 2.
+    sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=8"]
+    assert "over the 4 processes" in refusal(*sizes)
+    assert "= 2 x 1 / 2 = 1 responses" in refusal(*sizes, f"{SHARED_BY}=2")
+    small(*sizes, f"{SHARED_BY}=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+    three = ["data.train_batch_size=15", "actor_rollout_ref.actor.ppo_mini_batch_size=3", f"{SHARED_BY}=2"]
+    assert f"over the 2 groups of 2 ({SHARED_BY}) of the 4 processes of the pool global_pool" in refusal(*three)
 
 
 def test_the_critic_is_judged_on_its_own_pool():

@@ -192,7 +192,7 @@ def check_pools_fit_this_machine(config: PPOConfig) -> None:
 
 
 def check_models(config: PPOConfig) -> None:
-    """Raises ValueError for a path without a model, a context that is too short, or vocabularies that differ."""
+    """Raises ValueError for models that are missing or do not fit the settings, or each other."""
     policy = load_model_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model").get_text_config()
     needed = config.data.max_prompt_length + config.data.max_response_length
     longest = getattr(policy, "max_position_embeddings", None) or needed
@@ -204,12 +204,23 @@ def check_models(config: PPOConfig) -> None:
         )
     others = {"critic.model": config.critic.model} if config.needs_critic else {}
     others |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
-    for key, model in others.items():
-        vocab_size = load_model_config(model, key=key).get_text_config().vocab_size
-        if vocab_size != policy.vocab_size:
+    configs = {key: load_model_config(model, key=key).get_text_config() for key, model in others.items()}
+    for key, other in configs.items():
+        if other.vocab_size != policy.vocab_size:
             raise ValueError(
-                f"{key}.path={model.path} has {vocab_size} token ids, the policy {policy.vocab_size}: it would read "
-                "other words than the policy wrote; choose a model of the same vocabulary."
+                f"{key}.path={others[key].path} has {other.vocab_size} token ids, the policy {policy.vocab_size}: it "
+                "would read other words than the policy wrote; choose a model of the same vocabulary."
+            )
+    critic = configs.get("critic.model", policy)
+    for part, key, model in (
+        (config.actor_rollout_ref.actor, "actor_rollout_ref.actor", policy),
+        (config.critic, "critic", critic),
+    ):
+        if model.num_attention_heads % part.ulysses_sequence_parallel_size:
+            raise ValueError(
+                f"{key}.ulysses_sequence_parallel_size={part.ulysses_sequence_parallel_size} does not divide the "
+                f"{model.num_attention_heads} attention heads of the model, of which every rank takes a share; choose "
+                "a divisor."
             )
 
 

@@ -7,6 +7,7 @@ torch, and the trainer looks before it starts Ray.
 import difflib
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
@@ -99,41 +100,94 @@ def parameter_shards_fill_the_pool(config: PPOConfig) -> Iterator[str]:
             )
 
 
+def sequence_parallel_groups_fill_the_pool(config: PPOConfig) -> Iterator[str]:
+    for role in config.active_roles:
+        key, size = _sequence_parallel(config, role)
+        processes = config.num_processes(role)
+        if processes % size:
+            yield (
+                f"{key}={size} does not divide the {processes} processes of the pool {config.role_mapping[role]} "
+                f"({role}); possible are {_divisors(processes)}"
+            )
+
+
 def updates_split_evenly(config: PPOConfig) -> Iterator[str]:
     """Every rank updates on the same number of responses in the same number of passes.
 
-    Ranks with fewer passes would leave the others waiting in a collective. Inference calls are padded instead.
+    Ranks with fewer passes would leave the others waiting in a collective. Inference calls are padded instead, and
+    micro-batches by tokens are as many on every rank by themselves.
     """
     actor, critic = config.actor_rollout_ref.actor, config.critic
-    sizes = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
+    sizes, critic_sizes = (
+        (part.ppo_mini_batch_size, None if part.use_dynamic_bsz else part.ppo_micro_batch_size_per_gpu)
+        for part in (actor, critic)
+    )
     broken = list(_uneven_update(config, Role.Actor, "actor_rollout_ref.actor", *sizes))
     yield from broken
-    critic_sizes = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu
     if config.needs_critic and not (broken and critic_sizes == sizes):
         yield from _uneven_update(config, Role.Critic, "critic", *critic_sizes)
 
 
-def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: int) -> Iterator[str]:
+def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: int | None) -> Iterator[str]:
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     processes, pool = config.num_processes(role), config.role_mapping[role]
-    even = [size for size in _divisors(batch) if size * n % processes == 0]
+    sequence_parallel_key, shared_by = _sequence_parallel(config, role)
+    if processes % shared_by:
+        return  # told by sequence_parallel_groups_fill_the_pool
+    shares = processes // shared_by
+    ranks = f"{processes} processes of the pool {pool}"
+    if shared_by > 1:
+        ranks = f"{shares} groups of {shared_by} ({sequence_parallel_key}) of the {ranks}"
+    even = [size for size in _divisors(batch) if size * n % shares == 0]
     if mini > batch or batch % mini:
         yield (
             f"{key}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch} (both count prompts); "
             f"nearest possible values: {_around(mini, even or _divisors(batch))}"
         )
-    elif mini * n % processes:
-        step = next(size for size in range(1, processes + 1) if size * n % processes == 0)
+    elif mini * n % shares:
+        step = next(size for size in range(1, shares + 1) if size * n % shares == 0)
         possible = f"nearest possible values: {_around(mini, even)}" if even else f"make both multiples of {step}"
         yield (
             f"{key}.ppo_mini_batch_size={mini} x rollout.n={n} = {mini * n} responses do not split evenly over the "
-            f"{processes} processes of the pool {pool}; with data.train_batch_size={batch}, {possible}"
+            f"{ranks}; with data.train_batch_size={batch}, {possible}"
         )
-    elif (per_process := mini * n // processes) % micro:
+    elif micro is not None and (per_share := mini * n // shares) % micro:
+        group = f"processes of {pool}" if shared_by == 1 else f"groups of {pool}"
         yield (
             f"{key}.ppo_micro_batch_size_per_gpu={micro} does not divide a process's share of the mini-batch, "
-            f"ppo_mini_batch_size x rollout.n / processes of {pool} = {mini} x {n} / {processes} = {per_process} "
-            f"responses; nearest possible values: {_around(micro, _divisors(per_process))}"
+            f"ppo_mini_batch_size x rollout.n / {group} = {mini} x {n} / {shares} = {per_share} "
+            f"responses; nearest possible values: {_around(micro, _divisors(per_share))}, or "
+            f"{key}.use_dynamic_bsz=true"
+        )
+
+
+# Of a micro-batch by tokens: (key of the budget, key beside it that switches it on, role whose passes it limits).
+TOKEN_BUDGETS = (
+    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
+    ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.Actor),
+    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.RefPolicy),
+    ("critic.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    ("critic.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    ("reward_model.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel),
+)
+
+
+def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
+    """Budgets that follow one another are told once."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    told: set[tuple[int, int]] = set()
+    for key, switch, role in TOKEN_BUDGETS:
+        is_used = role in config.active_roles and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
+        budget: int = attrgetter(key)(config)
+        sequence_parallel_key, shared_by = _sequence_parallel(config, role)
+        if not is_used or budget * shared_by >= prompt + response or (budget, shared_by) in told:
+            continue
+        told.add((budget, shared_by))
+        times = f" x {sequence_parallel_key}={shared_by} = {budget * shared_by}" if shared_by > 1 else ""
+        yield (
+            f"{key}={budget}{times} tokens cannot hold the longest sequence, data.max_prompt_length + "
+            f"data.max_response_length = {prompt} + {response} = {prompt + response}; set it to at least "
+            f"{-(-(prompt + response) // shared_by)}"
         )
 
 
@@ -193,7 +247,9 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
 BATCH_RULES: tuple[Rule, ...] = (
     tensor_parallel_engines_fill_the_rollout_pool,
     parameter_shards_fill_the_pool,
+    sequence_parallel_groups_fill_the_pool,
     updates_split_evenly,
+    token_budgets_hold_the_longest_sequence,
 )
 OTHER_RULES: tuple[Rule, ...] = (
     grpo_compares_several_responses,
@@ -203,6 +259,14 @@ OTHER_RULES: tuple[Rule, ...] = (
     reward_function_settings_have_a_function,
     loggers_are_named_once,
 )
+
+
+def _sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
+    """The key that sets how many ranks of a role share a sequence, and that number."""
+    if role == Role.Critic:
+        return "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
+    size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size if role in (Role.Actor, Role.RefPolicy) else 1
+    return "actor_rollout_ref.actor.ulysses_sequence_parallel_size", size
 
 
 def _why_needed(role: str) -> str:
