@@ -1,8 +1,10 @@
 """The dataflow in one process, without Ray: the debugger's way in, and the shortest one for a reader."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import ray
 from runs import metrics_of, tiny_run_settings
 
@@ -13,6 +15,7 @@ from verl_like.trainer.config import load_config
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
+from verl_like.workers.rollout import base
 
 
 class LocalTrainer(RayPPOTrainer):
@@ -25,10 +28,11 @@ class LocalTrainer(RayPPOTrainer):
         }
 
 
-def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_llama: Callable):
-    settings = tiny_run_settings(tmp_path, tiny_llama)
-    config = load_config([*settings, "trainer.n_gpus_per_node=1", "algorithm.use_kl_in_reward=true"])
-    config = run_ppo.with_training_steps(config, 2)
+def run_locally(folder: Path, tiny_llama: Callable, *settings: str) -> RunRecorder:
+    """Two steps in this process; what is in `folder` then is as after any run."""
+    folder.mkdir(exist_ok=True)
+    settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
+    config = run_ppo.with_training_steps(load_config(settings), 2)
     tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     rewards = run_ppo.start_reward_manager(config)
@@ -41,9 +45,34 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     trainer.fit()
     rewards.close()
     recorder.close("Done.")
+    return recorder
+
+
+def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_llama: Callable):
+    recorder = run_locally(tmp_path, tiny_llama, "algorithm.use_kl_in_reward=true")
     assert not ray.is_initialized()
     last = metrics_of(tmp_path)[-1]
     assert last["step"] == 2 and last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
     assert last["training/rollout_probs_diff_max"] < 1e-4
     methods = {event.method for _, _, event in recorder.timeline.events}
     assert {"generate_sequences", "compute_ref_log_prob", "update_critic", "update_actor", "load_weights"} <= methods
+
+
+def test_rewards_are_the_same_whether_samples_are_scored_as_they_end_or_together(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    rows = []
+    for seconds_between_parts in (0.0, math.inf):
+        monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", seconds_between_parts)
+        folder = tmp_path / str(seconds_between_parts)
+        # One prompt at a time, so that the engine has something to tell.
+        run_locally(folder, tiny_llama, "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.val_before_train=false")
+        rows.append(metrics_of(folder))
+    early, together = rows
+    assert [row["reward/early_ratio"] for row in early] == [1.0, 1.0]
+    assert [row["reward/early_ratio"] for row in together] == [0.0, 0.0]
+    for a, b in zip(early, together, strict=True):
+        same = {name for name in a if a[name] == b[name]}
+        timed = {name for name in a if name.startswith(("timing_s/", "perf/")) or "/perf/" in name}
+        assert set(a) == set(b) and set(a) - same <= timed | {"reward/early_ratio"}
+        assert {"critic/score/mean", "actor/pg_loss", "val-core/exact_match/acc/mean@1"} <= same

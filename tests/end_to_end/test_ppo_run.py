@@ -69,16 +69,46 @@ def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_
     assert_vllm_generates(trained)
 
 
+SLOW_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.05)
+    return {"score": len(set(solution_str)) / 4, "acc": float("1" in solution_str)}
+"""
+
+
+def assert_rewards_started_before_generation_ended(folder: Path) -> None:
+    events = [json.loads(line) for line in (folder / "runs/latest/timeline.jsonl").read_text().splitlines()]
+    for step, row in enumerate(metrics_of(folder), start=1):
+        of_step = [e for e in events if e["step"] == step and not e["is_validating"]]
+        first_score = min(e["started"] for e in of_step if e["method"] == "score")
+        assert first_score < max(e["finished"] for e in of_step if e["method"] == "generate_sequences")
+        assert 0 < row["reward/early_ratio"] < 1
+
+
 def test_colocated_and_split_runs_give_equal_results(tmp_path: Path, tiny_llama: Callable):
-    """One `fit` serves every placement: the updates overlap or queue, the numbers are the same."""
+    """One `fit` serves every placement: the updates overlap or queue, ranks get equal work or their rows as they come,
+    and the numbers are the same. Rewards of the first samples are computed while others are still generated."""
+    one_prompt_at_a_time = ["data.max_response_length=48", "actor_rollout_ref.rollout.max_num_seqs=2"]
     names = ["critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"]
     names += ["actor/entropy", "val-core/exact_match/acc/mean@1", "response_length/mean"]
     results = []
-    for name, placement in (("colocated", ["placement=colocated"]), ("split", SPLIT)):
+    for name, placement in (
+        ("colocated", ["placement=colocated", "trainer.balance_batch=true"]),
+        ("split", [*SPLIT, "trainer.balance_batch=false"]),
+    ):
         (tmp_path / name).mkdir()
-        settings = tiny_run_settings(tmp_path / name, tiny_llama)
+        settings = tiny_run_settings(tmp_path / name, tiny_llama) + one_prompt_at_a_time
+        (tmp_path / name / "reward.py").write_text(SLOW_REWARD)
         assert run_ppo(load_config([*settings, *placement, "trainer.val_before_train=false"])) == 0
-        results.append([[row[key] for key in names] for row in metrics_of(tmp_path / name)])
+        rows = metrics_of(tmp_path / name)
+        results.append([[row[key] for key in names] for row in rows])
+        assert_rewards_started_before_generation_ended(tmp_path / name)
+        for row in rows:
+            balanced, unbalanced = row["perf/imbalance/balanced"], row["perf/imbalance/unbalanced"]
+            assert balanced < unbalanced if name == "colocated" else balanced == unbalanced
+            assert 0 < row["perf/overlap"] <= 1
     torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-5, atol=1e-6)
 
 

@@ -321,3 +321,24 @@ def is_running(pid: int) -> bool:
     """False also for a zombie, which nobody may be there to collect."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_samples_may_come_one_by_one_in_any_order(failing: RewardManager):
+    pending = failing.expect(3)
+    pending.submit(2, sample("c", 2, ground_truth="30"))
+    assert pending.missing() == [0, 1] and not pending.done()
+    pending.submit(0, sample("a", 0, ground_truth="10"))
+    pending.submit(1, sample("b", 1, ground_truth="20"))
+    result = pending.get()
+    assert result.scores.tolist() == [10, 20, 30] and result.extra["said"].tolist() == ["a", "b", "c"]
+    pids, starts, ends = zip(*result.ran, strict=True)
+    assert len(set(pids)) == 1 and all(start <= end for start, end in zip(starts, ends, strict=True))
+    assert ends[2] <= starts[0] and ends[0] <= starts[1]  # one process, in the order in which they came
+
+
+def test_of_samples_that_come_in_any_order_the_first_one_that_fails_is_named(failing: RewardManager):
+    pending = failing.expect(2)
+    pending.submit(1, sample("own error", 1))
+    pending.submit(0, sample("divide", 0))
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        pending.get()

@@ -31,6 +31,39 @@ def test_a_phase_lasts_from_the_first_start_to_the_last_end_and_leaves_validatio
     assert timeline.phase_seconds(2) == {"gen": 2.0}
 
 
+def test_the_critical_path_is_the_sum_of_each_stages_busiest_process():
+    timeline = Timeline()
+    timeline.step = 3
+    for call in (
+        event("generate_sequences", 0, 10.0, 14.0, role="rollout"),
+        event("generate_sequences", 1, 10.0, 12.0, role="rollout"),
+        event("score", 0, 11.0, 15.0, "driver", "rules"),  # one second of it after the generation
+        event("score", 0, 15.0, 15.5, "driver", "rules"),
+        event("compute_log_prob", 0, 14.5, 15.0),
+        event("compute_ref_log_prob", 0, 15.0, 16.5, role="ref"),  # the same process: 0.5 + 1.5
+        event("compute_values", 0, 14.5, 16.0, "b", "critic"),
+        event("update_actor", 0, 17.0, 20.0),
+        event("update_critic", 0, 17.0, 22.0, "b", "critic"),
+        event("export_weights", 0, 20.0, 22.5),  # half a second of it after the updates
+        event("load_weights", 0, 22.0, 23.5, role="rollout"),  # waited for the export, then took a second
+        event("save_hf", 0, 30.0, 40.0),
+    ):
+        timeline.record(call)
+    timeline.is_validating = True
+    timeline.record(event("generate_sequences", 0, 50.0, 90.0, role="rollout"))
+    timeline.step, timeline.is_validating = 4, False
+    timeline.record(event("update_actor", 0, 60.0, 70.0))
+    assert timeline.critical_path_seconds(3) == 4.0 + 2.0 + 5.0 + 0.5 + 1.0
+    assert timeline.critical_path_seconds(4) == 10.0
+
+
+def test_calls_of_independent_pools_that_were_made_one_after_the_other_are_half_of_the_time():
+    timeline = Timeline()
+    timeline.record(event("update_critic", 0, 10.0, 13.0, "b", "critic"))
+    timeline.record(event("update_actor", 0, 13.0, 16.0))
+    assert timeline.critical_path_seconds(0) / (16.0 - 10.0) == 0.5
+
+
 def test_training_roles_of_a_pool_share_a_process_and_the_engine_has_its_own():
     mapping = {"actor": "a", "rollout": "a", "ref": "a", "critic": "b"}
     assert process_groups(mapping) == [("a", ["actor", "ref"]), ("a", ["rollout"]), ("b", ["critic"])]

@@ -147,7 +147,8 @@ class RayPPOTrainer:
         if self.reward_model:
             pending.append(self.submit(self.reward_model.compute_rm_score, batch, work))
         pending += [self.submit(group.annotate, batch, work) for group in self.annotators]
-        for future in [*pending, *scores]:
+        pending += [scores.complete(batch)] if scores else []
+        for future in pending:
             batch = batch.union(self.collect(future))
 
         with self.recorder.timer("adv"):
@@ -178,11 +179,10 @@ class RayPPOTrainer:
         """Starts a method on the batch, its rows shared out evenly; results are in the batch's own order."""
         return method.remote(work.ordered(batch, method, mini_batch_rows))
 
-    def generate(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, list[PendingScores]]:
+    def generate(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, PendingScores | None]:
         """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
 
-        The rule rewards of a response are computed from the moment it is complete; they are on their way when this
-        returns.
+        The rule rewards of responses that are complete while others are still generated are on their way then.
         """
         generation = self.rollout.generate_sequences.remote(prompts)
         scores = self.rule_scorer.expect(prompts, num_samples) if self.rule_scorer else None
@@ -190,8 +190,7 @@ class RayPPOTrainer:
             if scores:
                 scores.add(finished)
         generated = self.collect(generation)
-        batch = prompts.select(batch_keys=[]).repeat(num_samples, interleave=True).union(generated)
-        return batch, [scores.complete(batch)] if scores else []
+        return prompts.select(batch_keys=[]).repeat(num_samples, interleave=True).union(generated), scores
 
     def collect(self, future: Any) -> DataProto:
         """Waits for a result and files its metrics."""
@@ -260,8 +259,8 @@ class RayPPOTrainer:
         batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
         if self.reward_model:
             batch = batch.union(self.collect(self.reward_model.compute_rm_score.remote(batch)))
-        for future in scores:
-            batch = batch.union(self.collect(future))
+        if scores:
+            batch = batch.union(self.collect(scores.complete(batch)))
         self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
         return validation_metrics(validation_samples(batch))
 

@@ -70,11 +70,11 @@ class Timeline:
         return total
 
     def _training_events(self, step: int) -> Iterator[CallEvent]:
-        """The events of the latest steps back to `step`, without validation; in reverse."""
+        """The events of `step` without those of a validation, the latest first."""
         for event_step, is_validating, event in reversed(self.events):
-            if event_step != step:
+            if event_step < step:
                 break
-            if not is_validating:
+            if event_step == step and not is_validating:
                 yield event
 
     def rows(self, only_step: int | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,82 @@
+"""Which rows the ranks of a call get, on groups of this process."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller import ClassWithInitArgs, Dispatch, Ordered, Worker, register
+from verl_like.single_controller.local import LocalWorkerGroup
+from verl_like.trainer.balancing import RowWork
+from verl_like.workers.flops import ModelCost
+
+# 4 FLOPs a token, one for a scored token and 2 for a pair of tokens.
+COST = ModelCost(per_token=4.0, per_scored_token=1.0, per_pair=((2.0, None),))
+LENGTHS = [8, 8, 1, 1, 6, 2, 6, 2]
+
+
+class Summing(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def work(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"sum": batch.batch["tokens"].sum().expand(len(batch))})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def everything(self, batch: DataProto) -> int:
+        return len(batch)
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    tokens = torch.tensor(LENGTHS)
+    mask = torch.arange(8) < tokens[:, None]
+    return DataProto.from_dict(
+        tensors={"tokens": tokens, "attention_mask": mask.long(), "response_mask": mask[:, 4:].long()}
+    )
+
+
+@pytest.fixture
+def group() -> LocalWorkerGroup:
+    return LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2)
+
+
+def tokens_of_ranks(group: LocalWorkerGroup, batch: DataProto | Ordered) -> set[int]:
+    return set(group.work(batch).batch["sum"].tolist())
+
+
+def test_work_is_counted_with_attention_and_the_head_of_the_response(batch: DataProto):
+    work = RowWork.of(batch, COST, balance=True)
+    # 8 tokens of which 4 are scored: 4 * 8 + 4 + 2 * 36; 1 token: 4 + 2; 2 tokens: 8 + 2 * 3; 6 tokens: 24 + 2 + 2 * 21
+    assert work.flops_B.tolist() == [108, 108, 6, 6, 68, 14, 68, 14]
+
+
+def test_balanced_ranks_get_equal_work_and_others_their_rows_as_they_come(batch: DataProto, group: LocalWorkerGroup):
+    assert tokens_of_ranks(group, RowWork.of(batch, COST, balance=False).ordered(batch, group.work)) == {18, 16}
+    balanced = RowWork.of(batch, COST, balance=True)
+    assert tokens_of_ranks(group, balanced.ordered(batch, group.work)) == {17}
+
+
+def test_an_update_has_the_same_mini_batches_balanced_or_not(batch: DataProto, group: LocalWorkerGroup):
+    for balance in (False, True):
+        ordered = RowWork.of(batch, COST, balance=balance).ordered(batch, group.work, mini_batch_rows=4)
+        ranks = ordered.order.reshape(2, 2, 2)  # rank, mini-batch, row
+        assert [sorted(ranks[:, i].flatten().tolist()) for i in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert np.array(LENGTHS)[ranks].sum(-1).tolist() == [[9, 8], [9, 8]]
+
+
+def test_rows_that_do_not_divide_and_methods_that_take_the_whole_batch_get_it_as_it_is(
+    batch: DataProto, group: LocalWorkerGroup
+):
+    short = batch.rows(0, 7)
+    assert RowWork.of(short, COST, balance=True).ordered(short, group.work) is short
+    assert RowWork.of(batch, COST, balance=True).ordered(batch, group.everything) is batch
+
+
+def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: LocalWorkerGroup):
+    metrics = RowWork.of(batch, COST, balance=True).metrics(group.work, mini_batch_rows=4)
+    values = {name: metric.value for name, metric in metrics.items()}
+    # Unbalanced: rank 0 has rows 0, 1, 4, 5 (24 tokens), rank 1 the others (10); the slower one sets the pace.
+    assert values == {
+        "global_seqlen/min": 10, "global_seqlen/max": 24, "global_seqlen/minmax_diff": 14, "global_seqlen/mean": 17,
+        "global_seqlen/balanced_min": 17, "global_seqlen/balanced_max": 17,
+        "perf/imbalance/unbalanced": pytest.approx((216 + 82) / (114 + 82)), "perf/imbalance/balanced": 1.0,
+    }  # fmt: skip
