@@ -10,11 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -116,9 +119,11 @@ FAMILIES = {
     "gemma": GemmaConfig(**TINY, num_key_value_heads=1, head_dim=8),
     "gemma2": Gemma2Config(
         **TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, attn_logit_softcapping=0.5,
-        final_logit_softcapping=None,
+        final_logit_softcapping=2.0,
     ),
     "gemma3": Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, sliding_window_pattern=2),
+    "granite": GraniteConfig(**TINY, num_key_value_heads=2, logits_scaling=3.0),
+    "cohere": CohereConfig(**TINY, num_key_value_heads=2, logit_scale=0.3),
 }  # fmt: skip
 
 
@@ -230,6 +235,15 @@ def test_a_kernel_that_cannot_bound_attention_logits_is_neither_chosen_nor_accep
     ) or importlib.util.find_spec("flash_attn")
     with pytest.raises(ValueError, match="cannot bound attention logits"):
         choose_attention("varlen", "cuda", torch.bfloat16, softcap=50.0)
+
+
+def test_models_that_change_their_logits_in_unknown_ways_are_refused():
+    for change, config in {
+        "lm_head_multiplier": LlamaConfig(**TINY, lm_head_multiplier=2.0),
+        "bias=True": PhiConfig(**TINY),
+    }.items():
+        with pytest.raises(ValueError, match=f"{change}.* support"):
+            PolicyModel(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_greedy_temperature_has_no_log_probs(model_path):

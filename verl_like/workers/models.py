@@ -18,11 +18,7 @@ from verl_like.workers.sequence_parallel import SequenceShare
 SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """What `pack` reads."""
 
-_LOGIT_CHANGES = (
-    *("final_logit_softcapping", "logit_scale", "lm_head_multiplier", "logits_scaling"),
-    *("output_multiplier", "logits_soft_cap"),
-)
-"""What models of transformers call the factors and bounds of their logits."""
+_UNSUPPORTED_LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_soft_cap")
 
 
 @dataclass(frozen=True)
@@ -152,15 +148,14 @@ def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"The head of {type(hf).__name__} is {head}; only one matrix without a bias is supported.")
-    settings = {name: getattr(hf.config, name, None) for name in _LOGIT_CHANGES}
-    unsupported = ["output_multiplier", "logits_soft_cap"]
+    unsupported = list(_UNSUPPORTED_LOGIT_CHANGES)
     if hf.config.model_type == "hyperclovax":  # multiplies by what all others divide by
         unsupported.append("logits_scaling")
-    found = {name: settings[name] for name in unsupported if settings[name] not in (None, 1)}
-    if found:
+    found = {name: getattr(hf.config, name, None) for name in unsupported}
+    if any(value not in (None, 1) for value in found.values()):
         raise ValueError(f"{type(hf).__name__} changes its logits after the head ({found}), which is not supported.")
-    scale = (settings["logit_scale"] or 1) * (settings["lm_head_multiplier"] or 1) / (settings["logits_scaling"] or 1)
-    return scale, settings["final_logit_softcapping"]
+    scale = (getattr(hf.config, "logit_scale", None) or 1) / (getattr(hf.config, "logits_scaling", None) or 1)
+    return scale, getattr(hf.config, "final_logit_softcapping", None)
 
 
 class ValueModel(PackedModel):
