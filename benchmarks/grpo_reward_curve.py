@@ -49,11 +49,12 @@ def main() -> None:
 
 def run(folder: str, prompts: list[str], seed: int) -> dict[str, list[float]]:
     """The mean reward of each step of both sides."""
-    ours = Side("ours", "grpo_ours.py", "project", THREADS)
+    ours = Side("ours", "grpo_ours.py", "project")
     trl = Side("trl", "grpo_trl.py", "peers", THREADS)
     ours.call("start", overrides=overrides(folder, len(prompts), seed))
     trl.call(
         "start",
+        processes=1,
         model=f"{folder}/model",
         prompts=prompts,
         reward="copies",
@@ -74,7 +75,7 @@ def overrides(folder: str, num_prompts: int, seed: int) -> list[str]:
     """The run's configuration."""
     return [
         "device=cpu",
-        "trainer.n_gpus_per_node=1",
+        f"trainer.n_gpus_per_node={THREADS}",
         f"data.train_files={folder}/prompts.parquet",
         f"data.val_files={folder}/prompts.parquet",
         f"data.train_batch_size={num_prompts}",
@@ -84,8 +85,8 @@ def overrides(folder: str, num_prompts: int, seed: int) -> list[str]:
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         "actor_rollout_ref.actor.optim.weight_decay=0.0",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={num_prompts}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=256",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=128",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128",
         f"actor_rollout_ref.rollout.n={world.SAMPLES_PER_PROMPT}",
         "actor_rollout_ref.rollout.ignore_eos=true",
         "algorithm.adv_estimator=grpo",

@@ -1,5 +1,10 @@
 """TRL's side of `grpo_step` and `grpo_reward_curve`: its GRPOTrainer with transformers' generate, step by step."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -41,7 +46,25 @@ class Stepping(TrainerCallback):
             gate.finished(dict(logs))
 
 
-def start(
+def start(processes: int, **arguments: Any) -> dict[str, Any]:
+    """Loads everything in this process and, with data parallelism, in others; returns when the first step may begin."""
+    if processes > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        for rank in reversed(range(processes)):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank > 0:
+                subprocess.Popen([sys.executable, __file__, json.dumps(arguments)])
+    trainer = make_trainer(rank=0, processes=processes, **arguments)
+    trainer.add_callback(Stepping())
+    gate.start(trainer.train)
+    return {}
+
+
+def make_trainer(
+    rank: int,
+    processes: int,
     model: str,
     prompts: list[str],
     reward: str,
@@ -51,11 +74,11 @@ def start(
     seed: int,
     batch: int,
     forced: bool,
-) -> dict[str, Any]:
-    """Loads everything; returns when the first step may begin.
+) -> GRPOTrainer:
+    """The trainer of one process.
 
-    `batch` samples go into a forward and backward pass. `forced`: every response ends where the law of lengths says;
-    otherwise all have `response_length` tokens.
+    `batch` samples, over all processes, go into a forward and backward pass. `forced`: responses end where the law
+    of lengths says; otherwise all have `response_length` tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -67,7 +90,7 @@ def start(
     def timed_generate(**arguments: Any) -> torch.Tensor:
         started = time.perf_counter()
         if forced:
-            drawn = lengths_of_step(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN, next(generations))
+            drawn = lengths_of_step(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN, next(generations))[rank::processes]
             arguments["logits_processor"] = [EndAtLength(drawn, arguments["input_ids"].size(1), tokenizer.eos_token_id)]
         output = generate(**arguments)
         so_far["generation"] += time.perf_counter() - started
@@ -78,18 +101,17 @@ def start(
     def rewards(completions: list[str], truth: list[str], **_: Any) -> list[float]:
         return [score("", text, ground_truth) for text, ground_truth in zip(completions, truth, strict=True)]
 
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=policy,
         processing_class=tokenizer,
         reward_funcs=rewards,
         train_dataset=Dataset.from_dict({"prompt": prompts, "truth": [prompt.split()[-1] for prompt in prompts]}),
-        callbacks=[Stepping()],
         args=GRPOConfig(
             output_dir=f"{model}_trl",
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=batch,
+            per_device_train_batch_size=batch // processes,
             gradient_accumulation_steps=num_samples // batch,
             num_generations=SAMPLES_PER_PROMPT,
             max_completion_length=response_length,
@@ -119,8 +141,6 @@ def start(
             disable_tqdm=True,
         ),
     )
-    gate.start(trainer.train)
-    return {}
 
 
 def step() -> dict[str, Any]:
@@ -139,4 +159,8 @@ def step() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(start, step)
+    if len(sys.argv) > 1:  # one of the other processes of a data-parallel run
+        environment = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
+        make_trainer(environment["RANK"], environment["WORLD_SIZE"], **json.loads(sys.argv[1])).train()
+    else:
+        serve(start, step)

@@ -22,7 +22,7 @@ def make_model(folder: Path, *, vocab_size: int, hidden: int, layers: int, inter
     """Writes a Llama with random weights in float32 and heads of 64, and its tokenizer; returns its parameters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     table = {END: 0} | {word: i for i, word in enumerate(words(vocab_size), start=1)}
     backend = Tokenizer(models.WordLevel(table, unk_token=END))
