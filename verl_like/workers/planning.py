@@ -4,13 +4,15 @@ Plain functions of lengths, without torch or processes, so that every rank and t
 """
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
 # Legend: B rows of a batch.
 
+_FULL = 0.98
+"""Micro-batches this full on average stay as first-fit decreasing fills them."""
 _TOLERANCE = 2e-4
 """Shares are even enough when the greatest is at most this far above the mean."""
 _ROUNDS, _PATIENCE = 40, 10
@@ -36,23 +38,25 @@ def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least
     Raises:
         ValueError: a row is longer than a micro-batch may be.
     """
-    lengths = np.asarray(lengths).tolist()
-    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-    if longest is not None and lengths[longest] > max_tokens:
+    lengths_B = np.asarray(lengths, dtype=np.int64)
+    if (lengths_B > max_tokens).any():
+        longest = int(lengths_B.argmax())
         raise ValueError(
-            f"row {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; raise the "
+            f"row {longest} has {lengths_B[longest]} tokens, more than the {max_tokens} of a micro-batch; raise the "
             "*_max_token_len_per_gpu of this pass to at least the longest sequence."
         )
-    fewest = _first_fit_decreasing(lengths, max_tokens)
-    count = min(max(len(fewest), at_least), len(lengths))
-    micro_batches = _longest_first(lengths, count)
-    if max(_totals(micro_batches, lengths), default=0) > max_tokens:
-        micro_batches = fewest
-        while len(micro_batches) < count:
-            largest = max(micro_batches, key=len)
-            micro_batches.append([largest.pop() for _ in range(len(largest) // 2)])
-    tokens = _totals(micro_batches, lengths)
-    return [micro_batches[index] for index in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)]
+    lengths = lengths_B.tolist()
+    micro_batches = _first_fit_decreasing(lengths, max_tokens)
+    count = min(max(len(micro_batches), at_least), len(lengths))
+    if len(micro_batches) < len(lengths) and lengths_B.sum() < _FULL * count * max_tokens:
+        even = _longest_first(lengths, count)
+        if max(_totals(even, lengths)) <= max_tokens:
+            micro_batches = even
+    while len(micro_batches) < count:
+        largest = max(micro_batches, key=len)
+        micro_batches.append([largest.pop() for _ in range(len(largest) // 2)])
+    heaviest_first = np.argsort([-tokens for tokens in _totals(micro_batches, lengths)], kind="stable")
+    return [micro_batches[index] for index in heaviest_first.tolist()]
 
 
 def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: bool) -> list[list[int]]:
@@ -138,15 +142,16 @@ def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 
     A bin gets, again and again, the longest row left that fits: the same bins, at a binary search a row.
     """
-    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
-    sizes = [lengths[row] for row in rows]
+    num_rows = len(lengths)
+    left = sorted(length * num_rows + row for row, length in enumerate(lengths))  # one number for length and row
     bins: list[list[int]] = []
-    while rows:
-        bins.append([])
-        room = capacity
-        while fitting := bisect_right(sizes, room):
-            room -= sizes.pop(fitting - 1)
-            bins[-1].append(rows.pop(fitting - 1))
+    while left:
+        rows, room = [], capacity
+        while fitting := bisect_left(left, (room + 1) * num_rows):
+            length, row = divmod(left.pop(fitting - 1), num_rows)
+            room -= length
+            rows.append(row)
+        bins.append(rows)
     return bins
 
 
