@@ -3,6 +3,7 @@
 import tempfile
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,3 +221,13 @@ def test_every_epoch_of_the_iterator_gives_every_row_once(data: DataProto, size:
         assert shuffle or found == rows
     assert len(seen) == 2 * per_epoch and all(a.equal(b) for a, b in zip(seen, again, strict=True))
     assert all(batch.meta_info is not data.meta_info and "temperature" in batch.meta_info for batch in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_columns_of_several_megabytes_keep_their_values(dtype):
+    rows = (torch.arange(1024)[:, None] % 250).repeat(1, 5000).to(dtype)
+    data = DataProto.from_dict({"x": rows})
+    assert torch.equal(DataProto.concat(data.chunk(2)).batch["x"], rows)
+    order = torch.arange(1024).flip(0)
+    assert torch.equal(data.select_idxs(order).batch["x"], rows.flip(0))
+    assert torch.equal(DataProto.concat([data.slice(0, 300), data.slice(300)], order).batch["x"], rows.flip(0))

@@ -71,7 +71,8 @@ def _union(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[st
                 f"union: {place} key {key!r} is in both and differs: {_short(left[key])} and {_short(right[key])}; "
                 "pop or rename it on one side."
             )
-    return {**left, **right}
+    # Left's own columns stay the very same tensors: those that are in an object store already are not put again.
+    return {**left, **{key: value for key, value in right.items() if key not in left}}
 
 
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the first dimension."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 ColumnData = torch.Tensor | np.ndarray
+_HUGE_PAGE = 2 * 1024 * 1024
 RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
@@ -92,7 +94,8 @@ def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
         return column[indices.numpy()]
     indices = indices.to(column.device)
     if not column.is_nested:
-        return column.index_select(0, indices)  # whole rows at a time, twice as fast as column[indices]
+        # Whole rows at a time, twice as fast as column[indices].
+        return torch.index_select(column.detach(), 0, indices, out=_empty(column, len(indices)))
     values, offsets = jagged_parts(column)
     lengths = offsets.diff()[indices]
     # Position of each kept value = where its row starts in `values` + its place in the row.
@@ -114,7 +117,7 @@ def concat_columns(name: str, parts: Sequence[Any], places: torch.Tensor | None 
                 "give every part the same type and width (pad to a common width, or use a jagged column)."
             )
     if places is not None and isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
-        result = parts[0].new_empty((len(places), *parts[0].shape[1:]))
+        result = _empty(parts[0], len(places))
         targets = places.to(result.device).split([len(part) for part in parts])
         for rows, part in zip(targets, parts, strict=True):
             result[rows] = part.detach()
@@ -127,8 +130,22 @@ def concat_columns(name: str, parts: Sequence[Any], places: torch.Tensor | None 
             torch.cat([values for values, _ in pairs]), torch.cat([offsets.diff() for _, offsets in pairs])
         )
     else:
-        joined = torch.cat(list(parts), dim=0)
+        joined = torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
     return joined if places is None else take_rows(joined, places.argsort())
+
+
+def _empty(like: torch.Tensor, rows: int) -> torch.Tensor:
+    """Uninitialised memory for a column of `rows` rows.
+
+    NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is filled four to ten times
+    as fast.
+    """
+    shape = (rows, *like.shape[1:])
+    num_bytes = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or num_bytes < _HUGE_PAGE:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    memory = np.empty(num_bytes, dtype=np.uint8)
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
 
 
 def _signature(column: ColumnData) -> str:
