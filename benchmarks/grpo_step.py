@@ -22,7 +22,6 @@ import torch
 from benchmarks.harness import Report, Side, interleave
 from benchmarks.sides import grpo_world as world
 
-STEPS = 6  # the first of which warms up
 THREADS = 2
 LEARNING_RATE = 1e-4
 Steps = dict[str, list[dict[str, Any]]]
@@ -36,19 +35,20 @@ def main() -> None:
         world.write_prompts(Path(folder, "prompts.parquet"), world.speed_prompts())
         rate = matrix_product_rate()
         report.row("product of 1536 x 1536 matrices, float32", "GFLOP/s", [rate / 1e9])
-        for law, target in (("uniform", 1.3), ("long-tailed", 2.5)):
-            found = run_steps(folder, forced=law != "uniform")
-            for steps in zip(*found.values(), strict=True):
-                assert len({(step["tokens"], step["longest"]) for step in steps}) == 1, steps
-            ratio = show(report, law, found, limit=rate / (8 * num_parameters))
-            report.target(f"{law}, ours / the better TRL", ratio, ">=", target)
+        found = run_steps(folder)
+    for index, (law, target) in enumerate((("uniform", 1.3), ("long-tailed", 2.5))):
+        first = index * world.STEPS_PER_LAW + 1  # the one before warms up
+        of_law = {name: steps[first : first + world.STEPS_PER_LAW - 1] for name, steps in found.items()}
+        ratio = show(report, law, of_law, limit=rate / (8 * num_parameters))
+        report.target(f"{law}, ours / the better TRL", ratio, ">=", target)
     report.write()
 
 
-def run_steps(folder: str, *, forced: bool) -> Steps:
-    """What each side's steps returned, without the first."""
+def run_steps(folder: str) -> Steps:
+    """What the steps of each side returned, uniform ones first."""
+    num_steps = 2 * world.STEPS_PER_LAW
     ours = Side("ours", "grpo_ours.py", "project")
-    ours.call("start", overrides=overrides(folder, forced))
+    ours.call("start", overrides=overrides(folder, num_steps))
     sides = [ours]
     for processes in (1, THREADS):
         name = f"trl, {processes} process{'es' if processes > 1 else ''}"
@@ -61,18 +61,20 @@ def run_steps(folder: str, *, forced: bool) -> Steps:
             reward="parity",
             response_length=world.LONGEST,
             lr=LEARNING_RATE,
-            steps=STEPS,
+            steps=num_steps,
             seed=1,
             batch=world.NUM_SAMPLES,
-            forced=forced,
+            forced=True,
         )
-    found = interleave(sides, STEPS - 1, "step", warm_up=1)
+    found = interleave(sides, num_steps, "step", warm_up=0)
     for side in sides:
         side.close()
+    for steps in zip(*found.values(), strict=True):
+        assert len({(step["tokens"], step["longest"]) for step in steps}) == 1, steps
     return found
 
 
-def overrides(folder: str, forced: bool) -> list[str]:
+def overrides(folder: str, num_steps: int) -> list[str]:
     """The run's configuration. One thread a process: on two cores, two engines of one thread generate faster than one
     of two, since what is not a matrix product runs on both cores too."""
     return [
@@ -95,10 +97,10 @@ def overrides(folder: str, forced: bool) -> list[str]:
         "algorithm.adv_estimator=grpo",
         "custom_reward_function.path=pkg://benchmarks.sides.grpo_world",
         "custom_reward_function.name=parity",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={num_steps}",
         "trainer.val_before_train=false",
         f"trainer.default_local_dir={folder}/run",
-        *(["worker_classes.rollout=benchmarks.sides.grpo_lengths.ForcedLengthWorker"] if forced else []),
+        "worker_classes.rollout=benchmarks.sides.grpo_lengths.ForcedLengthWorker",
     ]
 
 

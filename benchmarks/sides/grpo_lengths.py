@@ -4,7 +4,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.sides.grpo_world import LONGEST, MAX_OVER_MEAN, NUM_SAMPLES, lengths_of_step
+from benchmarks.sides.grpo_world import lengths_of_step
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 
@@ -29,7 +29,7 @@ class ForcedLengthWorker(ActorRolloutRefWorker):
         def add_request_with_length(request: Any) -> None:
             nonlocal step
             if not left:
-                left.extend(lengths_of_step(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN, step)[self.rank :: self.world_size])
+                left.extend(lengths_of_step(step)[self.rank :: self.world_size])
                 step += 1
             request.sampling_params = copy.copy(request.sampling_params)
             request.sampling_params.max_tokens = left.pop()

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.serve import serve
 from benchmarks.sides import grpo_world
 from benchmarks.sides.grpo_gate import Gate
-from benchmarks.sides.grpo_world import LONGEST, MAX_OVER_MEAN, NUM_SAMPLES, SAMPLES_PER_PROMPT, lengths_of_step
+from benchmarks.sides.grpo_world import SAMPLES_PER_PROMPT, lengths_of_step
 
 gate = Gate()
 so_far = {"generation": 0.0, "tokens": 0.0}
@@ -38,11 +38,16 @@ class EndAtLength(LogitsProcessor):
 
 
 class Stepping(TrainerCallback):
+    """The first process waits for the gate, the others for the first."""
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        gate.wait()
+        if state.is_world_process_zero:
+            gate.wait()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "reward" in logs:
+        if state.is_world_process_zero and "reward" in logs:
             gate.finished(dict(logs))
 
 
@@ -57,7 +62,6 @@ def start(processes: int, **arguments: Any) -> dict[str, Any]:
             if rank > 0:
                 subprocess.Popen([sys.executable, __file__, json.dumps(arguments)])
     trainer = make_trainer(rank=0, processes=processes, **arguments)
-    trainer.add_callback(Stepping())
     gate.start(trainer.train)
     return {}
 
@@ -77,8 +81,8 @@ def make_trainer(
 ) -> GRPOTrainer:
     """The trainer of one process.
 
-    `batch` samples, over all processes, go into a forward and backward pass. `forced`: responses end where the law
-    of lengths says; otherwise all have `response_length` tokens.
+    `batch` samples, over all processes, go into a forward and backward pass. `forced`: responses end where
+    `lengths_of_step` says; otherwise all have `response_length` tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -90,7 +94,7 @@ def make_trainer(
     def timed_generate(**arguments: Any) -> torch.Tensor:
         started = time.perf_counter()
         if forced:
-            drawn = lengths_of_step(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN, next(generations))[rank::processes]
+            drawn = lengths_of_step(next(generations))[rank::processes]
             arguments["logits_processor"] = [EndAtLength(drawn, arguments["input_ids"].size(1), tokenizer.eos_token_id)]
         output = generate(**arguments)
         so_far["generation"] += time.perf_counter() - started
@@ -106,6 +110,7 @@ def make_trainer(
         processing_class=tokenizer,
         reward_funcs=rewards,
         train_dataset=Dataset.from_dict({"prompt": prompts, "truth": [prompt.split()[-1] for prompt in prompts]}),
+        callbacks=[Stepping()],
         args=GRPOConfig(
             output_dir=f"{model}_trl",
             use_cpu=True,

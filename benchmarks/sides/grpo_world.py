@@ -11,6 +11,7 @@ END = "<end>"
 NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_LENGTH, LONGEST, VOCABULARY = 8, 8, 32, 128, 4096
 NUM_SAMPLES = NUM_PROMPTS * SAMPLES_PER_PROMPT
 MAX_OVER_MEAN = 4
+STEPS_PER_LAW = 6
 COPY_LENGTH = 8
 
 
@@ -101,7 +102,9 @@ def forced_lengths(num_samples: int, longest: int, max_over_mean: float) -> list
     return [max(2, math.floor(longest * value / law.max() + 0.5)) for value in law]
 
 
-def lengths_of_step(num_samples: int, longest: int, max_over_mean: float, step: int) -> list[int]:
-    """The same lengths every step, in another order each."""
-    lengths = forced_lengths(num_samples, longest, max_over_mean)
-    return [lengths[i] for i in np.random.default_rng(step).permutation(num_samples)]
+def lengths_of_step(step: int) -> list[int]:
+    """Response lengths of a step of `grpo_step`: first full ones, then long-tailed ones in another order each step."""
+    if step < STEPS_PER_LAW:
+        return [LONGEST] * NUM_SAMPLES
+    lengths = forced_lengths(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN)
+    return [lengths[i] for i in np.random.default_rng(step).permutation(NUM_SAMPLES)]
