@@ -50,11 +50,11 @@ def main() -> None:
 def run(folder: str, prompts: list[str], seed: int) -> dict[str, list[float]]:
     """The mean reward of each step of both sides."""
     ours = Side("ours", "grpo_ours.py", "project")
-    trl = Side("trl", "grpo_trl.py", "peers", THREADS)
+    trl = Side("trl", "grpo_trl.py", "peers")
     ours.call("start", overrides=overrides(folder, len(prompts), seed))
     trl.call(
         "start",
-        processes=1,
+        processes=THREADS,
         model=f"{folder}/model",
         prompts=prompts,
         reward="copies",
