@@ -1,0 +1,131 @@
+"""verl_like's side of `rollout`: its vLLM engine in this process, with a length of its own for every response."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.serve import serve, stopwatch
+from benchmarks.sides.rollout_data import LONGEST, NUM_PROMPTS, PROMPT_LENGTH, VOCABULARY, lengths, prompts
+from verl_like.protocol import DataProto
+from verl_like.workers.config import RolloutConfig, TrainedModelConfig
+from verl_like.workers.rollout.base import Sampling
+from verl_like.workers.rollout.vllm_engine import VllmEngine
+from verl_like.workers.weight_sync import collect_weights
+
+state: dict[str, Any] = {}
+
+
+class ForcedLengths(VllmEngine):
+    """Ends each response after a number of tokens that was chosen before."""
+
+    wanted: list[int]
+
+    def _sampling(self, validate: bool) -> Sampling:
+        # Any token may be a response's last one.
+        return Sampling(1, 0.0 if validate else 1.0, -1, 1.0, LONGEST, tuple(range(VOCABULARY)))
+
+    def force(self) -> None:
+        import vllm
+
+        add_request = self.llm.llm_engine.add_request
+
+        def add(name: str, prompt: Any, parameters: Any) -> None:
+            forced = vllm.SamplingParams(
+                temperature=parameters.temperature,
+                max_tokens=self.wanted[int(name.split(".")[0])],
+                ignore_eos=True,
+                logprobs=parameters.logprobs,
+                flat_logprobs=parameters.flat_logprobs,
+                detokenize=False,
+                output_kind=parameters.output_kind,
+            )
+            add_request(name, prompt, forced)
+
+        self.llm.llm_engine.add_request = add
+
+
+def start() -> dict[str, Any]:
+    """Makes a random Qwen2, starts the engine with its weights, and returns the model's folder."""
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="benchmark_rollout_"))
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.08)  # a distribution that is neither flat nor certain, so that greedy has one answer
+    model.save_pretrained(folder)
+    rollout = RolloutConfig(
+        dtype="float32", n=1, prompt_length=PROMPT_LENGTH, response_length=LONGEST, max_num_seqs=NUM_PROMPTS
+    )
+    engine = ForcedLengths(rollout, TrainedModelConfig(path=str(folder)), rank=0, world_size=1, seed=0, device="cpu")
+    named = model.named_parameters()
+    engine.load_weights([collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=1)], 1)
+    engine.force()
+    state["engine"] = engine
+    return {"folder": str(folder), "num_parameters": model.num_parameters()}
+
+
+def _generate(wanted: list[int], seed: int, greedy: bool) -> tuple[DataProto, float]:
+    state["engine"].wanted = wanted
+    ids = torch.tensor(prompts(seed)[: len(wanted)])
+    columns = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(PROMPT_LENGTH).expand_as(ids),
+        "uid": np.array([str(i) for i in range(len(ids))], dtype=object),
+    }
+    batch = DataProto.from_single_dict(columns, meta_info={"global_steps": seed, "validate": greedy})
+    with stopwatch() as seconds:
+        output = state["engine"].generate_sequences(batch)
+    return output, seconds[0]
+
+
+def generate(seed: int) -> dict[str, Any]:
+    """Responses of the lengths of `seed` to its prompts."""
+    wanted = lengths(seed)
+    output, seconds = _generate(wanted, seed, greedy=False)
+    assert output.batch["response_mask"].sum(-1).tolist() == wanted
+    return {"seconds": seconds, "tokens": sum(wanted)}
+
+
+def greedy(seed: int, length: int) -> dict[str, Any]:
+    output, _ = _generate([length] * NUM_PROMPTS, seed, greedy=True)
+    return {"responses": output.batch["responses"][:, :length].numpy()}
+
+
+def _timed(step: Callable[[], Any], seconds: list[float]) -> Any:
+    with stopwatch() as one:
+        result = step()
+    seconds += one
+    return result
+
+
+def step_costs(seed: int, sizes: list[int]) -> dict[str, Any]:
+    """Median seconds of a step of the engine that decodes this many responses."""
+    engine, costs = state["engine"], {}
+    step = engine.llm.llm_engine.step
+    for size in sizes:
+        seconds: list[float] = []
+        engine.llm.llm_engine.step = functools.partial(_timed, step, seconds)
+        _generate([80] * size, seed, greedy=False)
+        costs[str(size)] = float(np.median(seconds[2:-1]))
+    engine.llm.llm_engine.step = step
+    return {"costs": costs}
+
+
+if __name__ == "__main__":
+    serve(start, generate, greedy, step_costs)
