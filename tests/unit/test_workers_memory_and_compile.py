@@ -1,0 +1,89 @@
+"""Saved activations in host memory, and compiled layers: the same numbers as without."""
+
+import shutil
+
+import pytest
+import torch
+from tiny_worker_models import (
+    gradients_of,
+    local_group,
+    make_batch,
+    policy_config,
+    relative_error,
+    write_model,
+)
+from transformers import AutoModelForCausalLM
+
+from verl_like.workers import activation_offload
+from verl_like.workers.activation_offload import ActivationOffload
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.models import PolicyModel, pack
+from verl_like.workers.pretrained import load_pretrained
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "policy")
+
+
+def policy(path, *, checkpointing):
+    config = policy_config(path)
+    hf = load_pretrained(
+        AutoModelForCausalLM, config.model, config.actor.fsdp_config, key="m", device="cpu", weights=True
+    )
+    if checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    return PolicyModel(hf).train()
+
+
+class Recorder(ActivationOffload):
+    """Remembers which tensors stayed and which went."""
+
+    def __init__(self):
+        super().__init__()
+        self.stayed, self.gone = [], []
+
+    def _save(self, tensor):
+        saved = super()._save(tensor)
+        (self.stayed if saved is tensor else self.gone).append(tensor.shape)
+        return saved
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_activations_come_back_from_host_memory_as_they_were(model_path, monkeypatch, checkpointing):
+    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    packed, results = pack(make_batch().batch), []
+    for saving in (None, Recorder()):
+        model = policy(model_path, checkpointing=checkpointing)
+        model.saving = saving or model.saving
+        log_probs, _ = model(packed, 1.0)
+        log_probs.sum().backward()
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(gradient, results[0][name]) for name, gradient in results[1].items())
+    layer_input = torch.Size([1, packed.input_ids.size(1), 32])
+    assert saving.gone.count(layer_input) >= 2  # of both layers
+    weights = {parameter.shape for parameter in model.parameters() if parameter.ndim == 2}
+    weights |= {torch.Size(reversed(shape)) for shape in weights}
+    assert not weights & set(saving.gone)
+    assert checkpointing or weights & set(saving.stayed)
+
+
+def test_small_tensors_stay_where_they_are(model_path):
+    model = policy(model_path, checkpointing=True)
+    model.saving = Recorder()
+    model(pack(make_batch().batch), 1.0)
+    assert model.saving.stayed and not model.saving.gone
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_have_the_gradient_of_eager_ones(model_path):
+    results = []
+    for compiled in (False, True):
+        config = policy_config(model_path, micro=3)
+        one_layer = {"override_config": {"num_hidden_layers": 1}, "use_torch_compile": compiled}
+        model = config.model.model_copy(update=one_layer)
+        group = local_group(ActorRolloutRefWorker, config.model_copy(update={"model": model}), role="actor", seed=1)
+        gradients, _ = gradients_of(group.workers[0], lambda group=group: group.update_actor(make_batch()).get())
+        results.append(gradients)
+    assert relative_error(results[1], results[0]) < 2e-6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
