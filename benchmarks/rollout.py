@@ -6,9 +6,9 @@ log-probabilities. Both have one thread, the same random Qwen2 in float32 and th
 temperature 1. Lengths are forced: ours by the `max_tokens` of each request, the peer's batch by its longest response,
 which is when it would stop if an end token had ended the others. Useful tokens are those up to the wanted length.
 
-The limit is that of perfect refilling: sum(lengths) / sum over steps t of step_cost(responses longer than t). The cost of
-a decoding step is measured on the same engine with 1 to 64 responses, and interpolated. All 64 fit at once, so a step has
-fewer responses as they end. Prefill, checks and padding count against us.
+The limit is that of perfect refilling: sum(lengths) / sum over steps t of step_cost(responses longer than t). The cost
+of a decoding step is measured on the same engine with 1 to 64 responses, and interpolated. All 64 fit at once, so a
+step has fewer responses as they end. Prefill, checks and padding count against us.
 
 Control: greedy responses of 24 tokens are equal, token by token.
 """

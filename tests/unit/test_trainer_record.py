@@ -128,6 +128,17 @@ def test_the_report_is_self_contained_and_draws_a_curve_for_each_metric_there_is
     assert not re.findall(r"""(?:src|href)=["']https?://""", text)
 
 
+def test_the_report_lists_the_speed_of_the_steps_without_the_first(tmp_path):
+    rows = [{"step": 0, "val-core/a": 0.5}]
+    rows += [
+        {"step": i, "timing_s/step": s, "perf/mfu/actor": m} for i, s, m in ((1, 90, 0.01), (2, 3, 0.5), (3, 4, 0.25))
+    ]
+    text = report(tmp_path, metrics=rows)
+    assert "<td>perf/mfu/actor</td><td>0.5</td><td>0.25</td><td>0.5</td>" in text
+    assert "<td>timing_s/step</td><td>4</td><td>3</td><td>4</td>" in text
+    assert "<td>timing_s/step</td><td>90</td>" in report(tmp_path, metrics=rows[:2])
+
+
 def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
     text = report(tmp_path, generations=[{"response": "<script>alert(1)</script>"}])
     assert "<script>" not in text and "&lt;script&gt;" in text

@@ -20,6 +20,7 @@ CHARTS = [
     ("Log-prob drift, engine against trainer", ("training/rollout_probs_diff_mean",), "mean |p - q|"),
     ("Gradient norm", ("actor/grad_norm", "critic/grad_norm"), ""),
     ("Seconds a step", ("timing_s/step",), "s"),
+    ("Critical path / time of a step", ("perf/overlap",), ""),
 ]
 NUM_TIMELINE_STEPS = 3
 PAGE = """<!doctype html>
@@ -39,6 +40,7 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 <p>Steps that validated or saved are left out.</p>
 <p>One lane a pool; within a lane one row a process. Bars that lie above each other ran at the same time.</p>
 {timeline}
+<h2>Speed</h2>{speed}
 <h2>Placement</h2>{placement}
 <h2>Generations</h2>{generations}
 <h2>Configuration</h2><pre>{config}</pre>
@@ -65,6 +67,7 @@ def write_report(
             summary=html.escape(summary),
             charts=charts,
             timeline=_timeline(events),
+            speed=_speed(metrics),
             placement=_table(placement),
             generations=_table(generations),
             config=html.escape(config),
@@ -123,6 +126,19 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         handles, methods, ncols=len(methods), fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25)
     )
     return _svg(figure)
+
+
+def _speed(metrics: list[dict[str, float]]) -> str:
+    """Speed and time of the steps, without the first one, which warms up, where there are others."""
+    steps = [row for row in metrics if "timing_s/step" in row]
+    names = sorted({name for row in steps for name in row if name.startswith(("perf/", "timing_s/"))})
+    rows = []
+    for name in names:
+        values = sorted(row[name] for row in steps[min(1, len(steps) - 1) :] if name in row)
+        if values:
+            shown = {"median": values[len(values) // 2], "least": values[0], "greatest": values[-1]}
+            rows.append({"metric": name, **{key: f"{value:,.4g}" for key, value in shown.items()}})
+    return _table(rows)
 
 
 def _svg(figure: Any) -> str:
