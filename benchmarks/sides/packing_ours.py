@@ -1,0 +1,47 @@
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.serve import serve, stopwatch
+from benchmarks.sides.packing_data import LONGEST, PROMPT, VOCABULARY, columns
+from verl_like.workers.attention import choose_attention
+from verl_like.workers.models import PolicyModel, pack
+
+state: dict[str, Any] = {}
+
+
+def write(path: str) -> dict[str, Any]:
+    """Writes a Llama of 4.2 million parameters with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=LONGEST, initializer_range=0.05,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return {}
+
+
+def load(path: str) -> dict[str, Any]:
+    attention = choose_attention(None, "cpu", torch.float32)
+    state["policy"] = PolicyModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)).train()
+    batch = {name: torch.from_numpy(column) for name, column in columns().items()}
+    batch["position_ids"] = torch.arange(LONGEST).expand_as(batch["input_ids"])
+    batch["response_mask"] = batch["attention_mask"][:, PROMPT:]
+    state["rows"] = batch
+    return {}
+
+
+def step() -> dict[str, Any]:
+    policy = state["policy"]
+    policy.zero_grad()
+    with stopwatch() as seconds:
+        packed = pack(state["rows"])
+        log_probs_BR = packed.unpack(policy(packed, 1.0)[0])
+        (-log_probs_BR.sum() / state["rows"]["response_mask"].sum()).backward()
+    grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
+    return {"seconds": seconds[0], "log_probs": log_probs_BR.detach().numpy(), "grad_norm": grad_norm.item()}
+
+
+if __name__ == "__main__":
+    serve(write, load, step)
