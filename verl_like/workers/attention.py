@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -104,21 +105,24 @@ def packed_sdpa(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention of each sequence to itself, one call per sequence."""
+    """Causal attention of each sequence to itself, one call for neighbours of the same length."""
+    runs = [(length, len(list(same))) for length, same in groupby(sequence_lengths)]
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    for q, k, v in zip(*(tensor.split(sequence_lengths, dim=2) for tensor in (query, key, value)), strict=True):
-        length = q.size(2)
+    split = (tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value))
+    for (length, count), *run in zip(runs, *split, strict=True):
+        q, k, v = (tensor.unflatten(1, (count, length)).transpose(0, 1) for tensor in run)  # (sequences, heads, L, D)
         mask_LL = None
         if softcap is not None or (window is not None and length > window):
             distance_LL = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
             mask_LL = (distance_LL >= 0) & (distance_LL < (window or length))
         if softcap is not None:
-            outputs.append(_softcapped(q, k, v, mask_LL, scale, softcap))
+            output = _softcapped(q, k, v, mask_LL, scale, softcap)
         else:
             causal = {"attn_mask": mask_LL, "is_causal": mask_LL is None}
-            outputs.append(F.scaled_dot_product_attention(q, k, v, **causal, scale=scale, enable_gqa=enable_gqa))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+            output = F.scaled_dot_product_attention(q, k, v, **causal, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _softcapped(

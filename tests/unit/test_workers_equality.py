@@ -1,0 +1,235 @@
+"""The same update in every layout: rows a pass, tokens a pass, ranks, sharding, sequence parallelism, offload.
+
+Processes start once: four of them run the layouts of four ranks, then two of these the layouts of two.
+"""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_worker_models import (
+    VOCABULARY,
+    critic_config,
+    gradients_of,
+    make_batch,
+    policy_config,
+    relative_error,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+from verl_like.protocol import Metric, merge_metrics, metric_values
+from verl_like.single_controller.ports import reserve_port
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.sequence_parallel import SequenceParallel
+
+ROWS = 16
+OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
+BUDGET = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20}
+REPLICATED = {"fsdp": {"fsdp_size": 1}}
+OFFLOAD = {"fsdp": {"param_offload": True, "optimizer_offload": True}, "model": {"enable_activation_offload": True}}
+SHARED_BY_2 = {"ulysses_sequence_parallel_size": 2}
+
+ACTORS = {
+    1: {"all rows": {}, "3 rows": {"micro": 3}, "1 row": {"micro": 1}, "budget": BUDGET, "offload": OFFLOAD},
+    2: {"sharded": {}, "sequences shared": SHARED_BY_2, "gemma2": {}},
+    4: {
+        "sharded": {},
+        "1 row": {"micro": 1},
+        "budget": BUDGET,
+        "replicated": REPLICATED,
+        "two copies": {"fsdp": {"fsdp_size": 2}},
+        "offload": {"micro": 1, **OFFLOAD},
+        "sequences shared by 2": SHARED_BY_2,
+        "sequences shared by 2, 1 row": {**SHARED_BY_2, "micro": 1},
+        "sequences shared by 2, budget": {**SHARED_BY_2, **BUDGET},
+        "sequences shared by 2, replicated": {**SHARED_BY_2, **REPLICATED},
+        "sequences shared by 4, which are more than the key heads": {"ulysses_sequence_parallel_size": 4},
+        "gemma2, sequences shared by 2": SHARED_BY_2,
+    },
+}
+CRITICS = {1: {"all rows": {}}, 4: {"sharded": {}, "sequences shared by 2, 1 row": {**SHARED_BY_2, "micro": 1}}}
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the collectives called within it, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+
+SIZES = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1,
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=None),
+}
+
+
+def make_actor(folder, layout, *, model=(), **settings):
+    path = Path(folder, "gemma2" if layout.startswith("gemma2") else "llama")
+    config = policy_config(str(path), prompts=ROWS, **{"micro": ROWS, **OBJECTIVE, **settings})
+    config = config.model_copy(update={"model": config.model.model_copy(update=dict(model))})
+    return ActorRolloutRefWorker(config, role="actor", seed=1)
+
+
+def make_critic(folder, layout, **settings):
+    return CriticWorker(critic_config(str(Path(folder, "llama")), prompts=ROWS, **{"micro": ROWS, **settings}), seed=1)
+
+
+def run(worker, mesh, shards, output_path):
+    """Scores and trains on this rank's shard, as the driver would send it; writes what its result is collected from."""
+    worker.init_model()
+    shard, is_collect = worker.query_dispatch_collect_info(mesh)
+    share = ROWS // shards
+    rows = make_batch(rows=ROWS).select_idxs(range(shard * share, (shard + 1) * share))
+    infer, train = ("compute_log_prob", "update_actor") if mesh == "actor" else ("compute_values", "update_critic")
+    scores = getattr(worker, infer)(rows).batch
+    with CountCollectives() as communication:
+        gradients, output = gradients_of(worker, lambda: getattr(worker, train)(rows))
+    if is_collect:
+        metrics = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
+        tensors = {f"score {name}": score for name, score in scores.items()} | gradients
+        save_file(
+            tensors,
+            f"{output_path}_{shard}",
+            {"metrics": json.dumps(metrics), "communication": json.dumps(communication.counts)},
+        )
+
+
+def run_layouts(rank, ranks, folder):
+    for layout, settings in ACTORS[ranks].items():
+        worker = make_actor(folder, layout, **settings)
+        shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
+        run(worker, "actor", shards, Path(folder, f"actor {ranks} {layout}"))
+    for layout, settings in CRITICS.get(ranks, {}).items():
+        worker = make_critic(folder, layout, **settings)
+        shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
+        run(worker, "critic", shards, Path(folder, f"critic {ranks} {layout}"))
+
+
+def run_rank(rank, ports, folder):
+    torch.set_num_threads(1)
+    for ranks, port in ports.items():
+        if rank < ranks:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
+            run_layouts(rank, ranks, folder)
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What every layout computed."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    (holder_4, port_4), (holder_2, port_2) = reserve_port(), reserve_port()
+    with holder_4, holder_2:
+        multiprocessing.spawn(run_rank, ({4: port_4, 2: port_2}, str(folder)), nprocs=4)
+    run_layouts(0, 1, str(folder))
+    return folder
+
+
+def collected(folder, role, ranks, layout):
+    """Scores of all rows, gradients, merged metrics and calls of collectives of one layout."""
+    files = [safe_open(path, "pt") for path in sorted(folder.glob(f"{role} {ranks} {layout}_?"))]
+    names = set(files[0].keys())
+    scores = {n.removeprefix("score "): torch.cat([f.get_tensor(n) for f in files]) for n in names if "score " in n}
+    gradients = {name: files[0].get_tensor(name) for name in names if "score " not in name}
+    parts = [json.loads(file.metadata()["metrics"]) for file in files]
+    metrics = merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts])
+    return scores, gradients, metric_values(metrics), json.loads(files[0].metadata()["communication"])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def padded_reference(request, folder):
+    """Model, loss, gradients and log-probabilities of transformers' own padded pass; Llama's in float64."""
+    rows = dict(make_batch(ROWS).batch.items())
+    if request.param == "llama":
+        hf = AutoModelForCausalLM.from_pretrained(folder / request.param, attn_implementation="sdpa").double()
+        rows = {name: rows[name].double() if rows[name].is_floating_point() else rows[name] for name in rows}
+    else:  # only eager bounds attention logits, and its softmax is in float32
+        hf = AutoModelForCausalLM.from_pretrained(folder / request.param, attn_implementation="eager")
+    inputs = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    responses = rows["response_mask"].size(1)
+    log_probs_BRV = torch.log_softmax(hf(**inputs).logits[:, -responses - 1 : -1] / 0.7, dim=-1)
+    log_prob = log_probs_BRV.gather(-1, rows["input_ids"][:, -responses:, None])[..., 0]
+    entropy = -(log_probs_BRV.exp() * log_probs_BRV).sum(-1)
+    ratio, advantage = (log_prob - rows["old_log_probs"]).exp(), rows["advantages"]
+    surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate)
+    kl = ((rows["ref_log_prob"] - log_prob).exp() - (rows["ref_log_prob"] - log_prob) - 1).clamp(-10, 10)
+    mask = rows["response_mask"]
+    loss = ((surrogate - 0.01 * entropy + 0.1 * kl) * mask).sum() / mask.sum()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    return request.param, loss.item(), gradients, (log_prob * mask).detach()
+
+
+def test_every_layout_of_the_actor_has_loss_gradient_and_log_probs_of_a_padded_pass(folder, padded_reference):
+    model, loss, gradients, log_probs_BR = padded_reference
+    layouts = [(ranks, layout) for ranks in ACTORS for layout in ACTORS[ranks]]
+    for ranks, layout in layouts:
+        if layout.startswith("gemma2") != (model == "gemma2"):
+            continue
+        scores, got, metrics, _ = collected(folder, "actor", ranks, layout)
+        # The terms of the loss are of the size of 1.
+        assert metrics["actor/loss"] == pytest.approx(loss, rel=0, abs=1e-6), (ranks, layout)
+        assert relative_error(got, gradients) < 1e-6, (ranks, layout)
+        torch.testing.assert_close(scores["old_log_probs"], log_probs_BR.float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("role", "layouts"), [("actor", ACTORS), ("critic", CRITICS)])
+def test_every_layout_reports_the_same_metrics(folder, role, layouts):
+    _, _, expected, _ = collected(folder, role, 1, "all rows")
+    for ranks, layout in ((number, layout) for number in layouts for layout in layouts[number]):
+        if layout.startswith("gemma2"):
+            continue
+        _, _, metrics, _ = collected(folder, role, ranks, layout)
+        assert metrics.keys() == expected.keys()
+        for name in [name for name in expected if "perf/" not in name]:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), (ranks, layout, name)
+
+
+def test_every_layout_of_the_critic_has_the_same_gradient_and_values(folder):
+    expected_scores, expected, _, _ = collected(folder, "critic", 1, "all rows")
+    for layout in CRITICS[4]:
+        scores, gradients, _, _ = collected(folder, "critic", 4, layout)
+        assert relative_error(gradients, expected) < 1e-6, layout
+        torch.testing.assert_close(scores["values"], expected_scores["values"], rtol=0, atol=1e-5)
+
+
+def test_gradients_travel_once_a_step_however_many_micro_batches_there_are(folder):
+    once, many, copies = (collected(folder, "actor", 4, layout)[3] for layout in ("sharded", "1 row", "replicated"))
+    units = 3  # two layers and the rest
+    assert once["_reduce_scatter_base_"] == many["_reduce_scatter_base_"] == units
+    assert many["_allgather_base_"] == 4 * once["_allgather_base_"]  # parameters do, for each of the 4 micro-batches
+    # Copies gather nothing; their gradients are added, like the counts of the mini-batch and the squared norm.
+    assert copies == {"allreduce_": units + 2}
+
+
+def test_ranks_or_heads_that_do_not_divide_into_groups_are_refused(folder, monkeypatch):
+    worker = make_actor(folder, "llama", ulysses_sequence_parallel_size=2)
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks of the pool"):
+        worker.init_model()
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 4 attention heads"):
+        SequenceParallel("cpu", 3, MODELS["llama"])
