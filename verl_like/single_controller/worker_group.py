@@ -102,12 +102,16 @@ class WorkerGroup(abc.ABC):
 
     @abc.abstractmethod
     def submit(
-        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+        self,
+        spec: MethodSpec,
+        calls: list[tuple[list[Any], dict[str, Any]]],
+        collect_ranks: list[int],
+        waited_for: bool,
     ) -> PendingCall:
         """Start the method on ranks 0, 1, ... with their arguments.
 
         The pending call waits for all of them, fetches the outputs of `collect_ranks` (None stands for the others) and
-        forwards these as its parts, in the order given.
+        forwards these as its parts, in the order given. A call that is `waited_for` at once is never forwarded.
         """
 
     @abc.abstractmethod
@@ -165,11 +169,14 @@ class BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The collected value if the method was registered blocking, its future otherwise."""
-        future = self.remote(*args, **kwargs)
+        future = self._submit(args, kwargs, waited_for=self.spec.blocking)
         return future.get() if self.spec.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call and return its future."""
+        return self._submit(args, kwargs, waited_for=False)
+
+    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], waited_for: bool) -> Future:
         group, spec = self.group, self.spec
         self._signature.bind(None, *args, **kwargs)
         order = self._order((*args, *kwargs.values()))
@@ -199,10 +206,10 @@ class BoundMethod:
         ]
         facts = GroupFacts(group.role, group.world_size)
         if spec.only_rank_zero:
-            return ValueFuture(group.submit(spec, calls, [0]), collect_rank_zero, facts, group)
+            return ValueFuture(group.submit(spec, calls, [0], waited_for), collect_rank_zero, facts, group)
         if mode.collect_ranks is None:
-            return ValueFuture(group.submit(spec, calls, all_ranks(group)), mode.collect_fn, facts, group)
-        pending = group.submit(spec, calls, mode.collect_ranks(group))
+            return ValueFuture(group.submit(spec, calls, all_ranks(group), waited_for), mode.collect_fn, facts, group)
+        pending = group.submit(spec, calls, mode.collect_ranks(group), waited_for)
         collect = functools.partial(mode.collect_fn, group)
         return DataProtoFuture(pending, collect if order is None else functools.partial(collect, order=order), order)
 

@@ -53,7 +53,11 @@ class LocalWorkerGroup(WorkerGroup):
         return data.select()  # its own container: a later `batch.union` of the caller does not reach into the call
 
     def submit(
-        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+        self,
+        spec: MethodSpec,
+        calls: list[tuple[list[Any], dict[str, Any]]],
+        collect_ranks: list[int],
+        waited_for: bool,
     ) -> LocalCall:
         call = LocalCall(collect_ranks)
         for rank, (args, kwargs) in enumerate(calls):

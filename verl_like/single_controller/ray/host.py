@@ -76,11 +76,20 @@ class WorkerHost:
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[CallHeader, Any]:
         """Run a method of a role; batches in the arguments are references, fetched within the deadline."""
+        return self._run(message)
+
+    def _run(self, message: Message) -> tuple[CallHeader, Any]:
         role, method, args, kwargs, deadline_s = message
         if self.start_error is not None:
             raise self.start_error
         worker = self.workers[role]
         return self.invoker.call(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
+
+    def call_whole(self, message: tuple[*Message, bool]) -> tuple[CallHeader, Any]:
+        """Like `call`, as one object; without the result if the last entry, whether it is collected, is False."""
+        role, method, args, kwargs, deadline_s, is_collected = message
+        header, result = self._run((role, method, args, kwargs, deadline_s))
+        return header, result if is_collected else None
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:

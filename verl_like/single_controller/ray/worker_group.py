@@ -175,22 +175,30 @@ class RayWorkerGroup(WorkerGroup):
         return COLUMN_STORE.put(data)
 
     def submit(
-        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+        self,
+        spec: MethodSpec,
+        calls: list[tuple[list[Any], dict[str, Any]]],
+        collect_ranks: list[int],
+        waited_for: bool,
     ) -> PendingCall:
         self.hosts.check_running()
-        if spec.streams:
-            generators = [
-                self.workers[rank].stream.remote((self.role, spec.name, args, kwargs, self.deadline_s))
-                for rank, (args, kwargs) in enumerate(calls)
-            ]
-            return RayStream(self, spec.name, generators, collect_ranks)
-        references = [
-            self.workers[rank].call.remote((self.role, spec.name, args, kwargs, self.deadline_s))
-            for rank, (args, kwargs) in enumerate(calls)
+        ranks = [
+            (actor, rank, (self.role, spec.name, args, kwargs, self.deadline_s))
+            for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False))
         ]
-        submitted = _SubmittedCall(spec.name, [header for header, _ in references])
+        if spec.streams:
+            return RayStream(
+                self, spec.name, [actor.stream.remote(message) for actor, _, message in ranks], collect_ranks
+            )
+        payloads = None
+        if waited_for:
+            headers = [actor.call_whole.remote((*message, rank in collect_ranks)) for actor, rank, message in ranks]
+        else:
+            references = [actor.call.remote(message) for actor, _, message in ranks]
+            headers, payloads = [header for header, _ in references], [payload for _, payload in references]
+        submitted = _SubmittedCall(spec.name, headers)
         self._unreported.append(submitted)
-        return RayCall(self, submitted, [payload for _, payload in references], collect_ranks)
+        return RayCall(self, submitted, payloads, collect_ranks)
 
     def report_call(self, call: _SubmittedCall, headers: Sequence[CallHeader]) -> None:
         """Tell `on_call` about a call of which these are the headers of all ranks, and about others that finished."""
@@ -211,7 +219,8 @@ class RayWorkerGroup(WorkerGroup):
         for call in self._unreported:
             for header in ready.intersection(call.unreported):
                 try:
-                    self.report([ray.get(header, timeout=READY_S)])
+                    value = ray.get(header, timeout=READY_S)
+                    self.report([value if isinstance(value, CallHeader) else value[0]])
                 except RayError as error:
                     if not call.waited_for:
                         _log.error("%s.%s failed and nobody waited for it: %s", self.role, call.method, error)
@@ -237,10 +246,14 @@ class _SubmittedCall:
 
 
 class RayCall:
-    """A call in flight: two references per rank, to its header and to its result."""
+    """A call in flight: two references per rank, to its header and to its result.
+
+    Without `payloads` it is one that is waited for at once: each header reference leads to (header, result), which
+    takes Ray less time than two objects.
+    """
 
     def __init__(
-        self, group: RayWorkerGroup, submitted: _SubmittedCall, payloads: list[Any], collect_ranks: list[int]
+        self, group: RayWorkerGroup, submitted: _SubmittedCall, payloads: list[Any] | None, collect_ranks: list[int]
     ) -> None:
         self.group, self.submitted, self.headers = group, submitted, submitted.headers
         self.payloads, self.collect_ranks = payloads, collect_ranks
@@ -251,12 +264,15 @@ class RayCall:
         hosts, role, method = self.group.hosts, self.group.role, self.submitted.method
         self.submitted.waited_for = True
         hosts.wait_until_started(timeout)  # a failed start is the first thing to report
-        collected = [self.payloads[rank] for rank in self.collect_ranks]
+        collected = [self.payloads[rank] for rank in self.collect_ranks] if self.payloads is not None else []
         try:
             values = hosts.wait(self.headers, role, method, deadline - time.monotonic(), collected)
         except RayError as error:
             raise RuntimeError(f"{role}.{method} finished, but its results were lost: {error}") from error
         num_ranks = len(self.headers)
+        if self.payloads is None:
+            self.group.report_call(self.submitted, [header for header, _ in values])
+            return [result for _, result in values]
         self.group.report_call(self.submitted, values[:num_ranks])
         outputs: list[Any] = [None] * num_ranks
         for rank, output in zip(self.collect_ranks, values[num_ranks:], strict=True):
@@ -271,6 +287,7 @@ class RayCall:
         return len(ready) == len(self.headers)
 
     def parts(self) -> list[Part]:
+        assert self.payloads is not None, "a call that is waited for at once is not handed on"
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
 
     def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
