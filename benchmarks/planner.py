@@ -5,8 +5,8 @@ equal sizes where asked, and for micro-batches no more tokens than the budget (a
 
 Limits: micro-batches, max(ceil(tokens / budget), rows longer than half the budget); shares, greatest / mean = 1. The
 bins of first-fit decreasing are counted by a plain implementation here. A peer that did not finish a law within
-SECONDS_LIMIT is not asked for larger plans of it: verl's micro-batches take 10 s at 512 rows and up to 90 s, its shares of
-any size 8 s at 8,192. OpenRLHF's shares are a copy of verl's.
+SECONDS_LIMIT is not asked for larger plans of it: verl's micro-batches take 10 s at 512 rows and up to 90 s, its shares
+of any size 8 s at 8,192. OpenRLHF's shares are a copy of verl's.
 """
 
 import math
