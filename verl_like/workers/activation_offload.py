@@ -40,5 +40,5 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
             return saved
         device, host, copied = saved
         if copied is not None:
-            copied.wait()
+            torch.cuda.current_stream().wait_event(copied)
         return host.to(device, non_blocking=True)
