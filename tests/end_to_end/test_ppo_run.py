@@ -12,6 +12,7 @@ import torch
 import yaml
 from runs import SPLIT, metrics_of, tiny_run_settings
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from waiting_rollout import SCORED
 
 from verl_like.trainer.config import load_config
 from verl_like.trainer.run_ppo import run_ppo
@@ -69,48 +70,50 @@ def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_
     assert_vllm_generates(trained)
 
 
-SLOW_REWARD = """
-import time
+TELLING_REWARD = """
+import os, pathlib
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(0.05)
+    pathlib.Path(os.environ["PATH_OF_THE_FILE_THAT_A_REWARD_MAKES"]).touch()
     return {"score": len(set(solution_str)) / 4, "acc": float("1" in solution_str)}
 """
 
 
-def assert_rewards_started_before_generation_ended(folder: Path) -> None:
-    events = [json.loads(line) for line in (folder / "runs/latest/timeline.jsonl").read_text().splitlines()]
-    for step, row in enumerate(metrics_of(folder), start=1):
-        of_step = [e for e in events if e["step"] == step and not e["is_validating"]]
-        first_score = min(e["started"] for e in of_step if e["method"] == "score")
-        assert first_score < max(e["finished"] for e in of_step if e["method"] == "generate_sequences")
-        assert row["reward/early_ratio"] > 0
-
-
-def test_colocated_and_split_runs_give_equal_results(tmp_path: Path, tiny_llama: Callable):
+def test_colocated_and_split_runs_give_equal_results(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
     """One `fit` serves every placement: the updates overlap or queue, ranks get equal work or their rows as they come,
-    and the numbers are the same. Rewards of the first samples are computed while others are still generated."""
-    one_prompt_at_a_time = ["data.max_response_length=48", "actor_rollout_ref.rollout.max_num_seqs=2"]
+    rewards are computed after generation or, as the split run's engines insist, while it goes on. The numbers are the
+    same."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     names = ["critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"]
     names += ["actor/entropy", "val-core/exact_match/acc/mean@1", "response_length/mean"]
-    results = []
-    for name, placement in (
+    runs = {}
+    for name, settings in (
         ("colocated", ["placement=colocated", "trainer.balance_batch=true"]),
-        ("split", [*SPLIT, "trainer.balance_batch=false"]),
+        ("split", [*SPLIT, "trainer.balance_batch=false", "worker_classes.rollout=waiting_rollout.WaitingRollout"]),
     ):
-        (tmp_path / name).mkdir()
-        settings = tiny_run_settings(tmp_path / name, tiny_llama) + one_prompt_at_a_time
-        (tmp_path / name / "reward.py").write_text(SLOW_REWARD)
-        assert run_ppo(load_config([*settings, *placement, "trainer.val_before_train=false"])) == 0
-        rows = metrics_of(tmp_path / name)
-        results.append([[row[key] for key in names] for row in rows])
-        assert_rewards_started_before_generation_ended(tmp_path / name)
-        balanced, unbalanced = (
-            sum(row[f"perf/imbalance/{kind}"] for row in rows) for kind in ("balanced", "unbalanced")
-        )
-        assert balanced < unbalanced if name == "colocated" else balanced == unbalanced
-        assert all(0 < row["perf/overlap"] <= 1 for row in rows)
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setenv(SCORED, str(folder / "scored"))
+        # The hf engine takes one prompt at a time.
+        settings += [*tiny_run_settings(folder, tiny_llama), "actor_rollout_ref.rollout.max_num_seqs=2"]
+        (folder / "reward.py").write_text(TELLING_REWARD)
+        assert run_ppo(load_config([*settings, "data.max_response_length=48", "trainer.val_before_train=false"])) == 0
+        runs[name] = metrics_of(folder)
+        assert all(0 < row["perf/overlap"] <= 1 for row in runs[name])
+    results = [[[row[key] for key in names] for row in rows] for rows in runs.values()]
     torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-5, atol=1e-6)
+    balanced, unbalanced = (
+        [sum(row[f"perf/imbalance/{kind}"] for row in rows) for rows in runs.values()]
+        for kind in ("balanced", "unbalanced")
+    )
+    assert balanced[0] < unbalanced[0] == balanced[1] == unbalanced[1]
+    assert all(row["reward/early_ratio"] >= 0.5 for row in runs["split"])
+    events = [json.loads(line) for line in (tmp_path / "split/runs/latest/timeline.jsonl").read_text().splitlines()]
+    first_step = [e for e in events if e["step"] == 1 and not e["is_validating"]]
+    scored = min(e["started"] for e in first_step if e["method"] == "score")
+    assert scored < max(e["finished"] for e in first_step if e["method"] == "generate_sequences")
 
 
 def test_grpo_runs_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, tiny_llama: Callable):

@@ -146,7 +146,7 @@ class RayPPOTrainer:
             pending.append(self.submit(self.critic.compute_values, batch, work))
         if self.reward_model:
             pending.append(self.submit(self.reward_model.compute_rm_score, batch, work))
-        pending += [self.submit(group.annotate, batch, work) for group in self.annotators]
+        pending += [group.annotate.remote(batch) for group in self.annotators]  # samples of a prompt stay together
         pending += [scores.complete(batch)] if scores else []
         for future in pending:
             batch = batch.union(self.collect(future))
