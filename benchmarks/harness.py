@@ -144,18 +144,29 @@ class Report:
 
     def row(self, what: str, unit: str, values: Sequence[float], **ratios: float) -> None:
         """A measurement: its spread, and what it is a ratio of, e.g. `of_memcpy=0.4`."""
-        spread = Spread.of(list(values))
-        self.rows.append({"what": what, "unit": unit, **spread.__dict__, "rounds": len(values), "ratios": ratios})
+        spread = Spread.of([float(value) for value in values])
+        self.rows.append(
+            {
+                "what": what,
+                "unit": unit,
+                **spread.__dict__,
+                "rounds": len(values),
+                "ratios": {name: float(ratio) for name, ratio in ratios.items()},
+            }
+        )
         shown = ", ".join(f"{name.replace('_', ' ')} {ratio:.3g}" for name, ratio in ratios.items())
         print(f"  {what:<58} {spread} {unit}{'; ' + shown if shown else ''}", flush=True)
 
     def target(self, what: str, value: float, comparison: Literal[">=", "<="], bound: float) -> None:
         """A number that must be reached."""
+        value, bound = float(value), float(bound)  # of NumPy's numbers too
         reached = value >= bound if comparison == ">=" else value <= bound
         self.targets.append(
             {"what": what, "value": value, "comparison": comparison, "bound": bound, "reached": reached}
         )
-        print(f"  {'reached' if reached else 'MISSED ':<8} {what}: {value:.4g}, wanted {comparison} {bound:g}", flush=True)
+        print(
+            f"  {'reached' if reached else 'MISSED ':<8} {what}: {value:.4g}, wanted {comparison} {bound:g}", flush=True
+        )
 
     def note(self, text: str) -> None:
         """A sentence that a reader of the numbers needs."""
