@@ -86,8 +86,7 @@ class Side:
 def interleave(
     sides: Sequence[Side], rounds: int, function: str, *, warm_up: int = 2, **arguments: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Calls the function on all sides in turn, in another order each round; the results of the rounds after the warm-up,
-    by side."""
+    """Calls the function on all sides in turn, in another order each round; the results after the warm-up, by side."""
     results: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     for index in range(warm_up + rounds):
         start = index % len(sides)
