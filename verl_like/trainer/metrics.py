@@ -31,8 +31,9 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         "response_length/clip_ratio": _mean(response_lengths_B == max_response_length),
         "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
         "perf/total_num_tokens": Metric.sum(float(batch.batch["attention_mask"].sum())),
-        **_drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR),
     }
+    if "old_log_probs" in columns:
+        metrics |= _drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR)
     if "values" in columns and mask_BR.any():
         returns, values = columns["returns"][mask_BR], columns["values"][mask_BR]
         metrics |= _mean_max_min("critic/values", values)

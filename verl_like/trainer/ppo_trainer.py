@@ -139,7 +139,9 @@ class RayPPOTrainer:
         self.rollout.sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-        pending: list[Any] = [self.submit(self.actor.compute_log_prob, batch, work)]
+        pending: list[Any] = []
+        if self.config.needs_old_log_probs:
+            pending.append(self.submit(self.actor.compute_log_prob, batch, work))
         if self.reference:
             pending.append(self.submit(self.reference.compute_ref_log_prob, batch, work))
         if self.critic:

@@ -166,10 +166,13 @@ class ActorRolloutRefWorker(TrainedWorker):
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
         blocking=False,
-        reads=[*SEQUENCE_COLUMNS, "old_log_probs", "advantages", "ref_log_prob?"],
+        reads=[*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"],
     )
     def update_actor(self, data: DataProto) -> DataProto:
-        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
+        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
+
+        A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
+        """
         rows = to_rows(data, self.device)
         stopwatch = Stopwatch(self.engine, rows, "actor", passes=3 * self.schedule.epochs)
         metrics = update(self.engine, rows, self.schedule, self.policy_loss, prefix="actor")
@@ -188,9 +191,13 @@ class ActorRolloutRefWorker(TrainedWorker):
         actor, mask_BR = self.config.actor, micro["response_mask"]
         num_tokens = int(mask_BR.sum())
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)
-        log_prob_BR, *entropy_BR = self._score(micro, with_entropy=actor.entropy_coeff != 0)
+        old_log_prob_BR = micro.get("old_log_probs")
+        with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None
+        log_prob_BR, *entropy_BR = self._score(micro, with_entropy=with_entropy)
+        if old_log_prob_BR is None:
+            old_log_prob_BR = log_prob_BR.detach()
         loss, token_sums = self.policy_loss_fn(
-            micro["old_log_probs"],
+            old_log_prob_BR,
             log_prob_BR,
             micro["advantages"],
             mask_BR,
@@ -199,7 +206,12 @@ class ActorRolloutRefWorker(TrainedWorker):
         )
         metrics = {name: token_mean(total, num_tokens) for name, total in token_sums.items()}
         metrics["actor/pg_loss"] = Metric.sum(loss.item() * mini_batch.share)
-        if entropy_BR:
+        if "old_log_probs" not in micro:  # what `compute_log_prob` and the driver would have told
+            metrics["actor/entropy"] = token_mean(entropy_BR[0].detach().sum(), num_tokens)
+            difference_BR = (micro["rollout_log_probs"].exp() - old_log_prob_BR.exp()).abs() * mask_BR
+            metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum(), num_tokens)
+            metrics["training/rollout_probs_diff_max"] = Metric.max(difference_BR.max().item())
+        if actor.entropy_coeff != 0:
             entropy_loss = aggregate(entropy_BR[0], mask_BR)
             loss = loss - actor.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = Metric.sum(entropy_loss.item() * mini_batch.share)

@@ -206,6 +206,15 @@ class PPOConfig(ConfigModel):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether log-probabilities are computed before the update. Where a batch is one optimizer step of the actor,
+        they are those of that step's own forward pass; only the KL penalty in the reward needs them before, and
+        perhaps an actor class of the user's own."""
+        actor = self.actor_rollout_ref.actor
+        is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
+        return self.algorithm.use_kl_in_reward or not is_one_step or Role.Actor in self.worker_classes
+
+    @property
     def active_roles(self) -> tuple[str, ...]:
         """Roles that this run starts, built-in ones first; `role_mapping` may also hold built-in roles it does not."""
         needed = {
