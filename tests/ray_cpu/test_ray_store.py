@@ -159,7 +159,7 @@ def test_ragged_columns_travel_without_padding(groups):
 def test_small_batches_travel_inside_the_call(groups):
     actor, _, _ = groups
     before = store().cumulative_created_objects
-    batch = DataProto.from_dict({"responses": ones(8, 64)}, {"uid": [f"{i}" for i in range(8)]})
+    batch = DataProto.from_dict({"responses": ones(8, 64)}, meta_info={"temperature": 0.5})
     assert actor.whole_shard(batch).equal(batch)
     assert store().cumulative_created_objects == before
 

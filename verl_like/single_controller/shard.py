@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,23 +49,24 @@ class StoredBatch:
     """A batch as the driver sends it: references to the columns that are in the backend's store, and the rest.
 
     Attributes:
-        rows: None for a batch without tensors.
+        rows: of the batch.
         segments: references to lists of WireTensors.
         places: where each stored column is: (number of the segment, index in its list).
-        rest: the pickled (further columns by name, non_tensor_batch, packed meta_info), or a reference to it.
+        rest: (whether there is a `batch`, further columns by name, non_tensor_batch, packed meta_info), or a reference
+            to it.
     """
 
-    rows: int | None
+    rows: int
     segments: tuple[Any, ...]
     places: dict[str, tuple[int, int]]
     rest: Any
 
     def resolve(self, fetch: Fetch) -> DataProto:
         rest, *segments = fetch([self.rest, *self.segments])
-        wires, arrays, meta_info = pickle.loads(rest)  # noqa: S301 - the driver's own bytes
-        wires.update({name: segments[number][index] for name, (number, index) in self.places.items()})
+        has_batch, further, arrays, meta_info = rest
+        wires = {**further, **{name: segments[number][index] for name, (number, index) in self.places.items()}}
         batch = None
-        if self.rows is not None:
+        if has_batch:
             batch = TensorDict({name: from_wire(wire) for name, wire in wires.items()}, batch_size=[self.rows])
         return DataProto(batch, arrays, unpack_meta(meta_info))
 

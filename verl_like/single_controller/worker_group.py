@@ -97,8 +97,8 @@ class WorkerGroup(abc.ABC):
             setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
 
     @abc.abstractmethod
-    def put(self, data: DataProto) -> Any:
-        """A reference to a batch that every rank can fetch."""
+    def put(self, data: DataProto) -> Part:
+        """References to a batch that every rank can fetch."""
 
     @abc.abstractmethod
     def submit(
@@ -125,7 +125,7 @@ class WorkerGroup(abc.ABC):
             if len(batch) == 0 and column_names(batch):
                 columns = sorted(column_names(batch))
                 raise ValueError(f"the batch given to {self.role} has columns {columns} but no rows")
-            parts = [Part(CallHeader(rows=len(batch)), self.put(batch))]
+            parts = [self.put(batch)]
         else:
             parts = batch.parts
             if batch.order is not None:

@@ -49,8 +49,9 @@ class LocalWorkerGroup(WorkerGroup):
             with self._environment(rank):
                 self.workers.append(ray_cls_with_init())
 
-    def put(self, data: DataProto) -> DataProto:
-        return data.select()  # its own container: a later `batch.union` of the caller does not reach into the call
+    def put(self, data: DataProto) -> Part:
+        # Its own container: a later `batch.union` of the caller does not reach into the call.
+        return Part(CallHeader(rows=len(data)), data.select())
 
     def submit(
         self,

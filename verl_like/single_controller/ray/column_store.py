@@ -8,14 +8,13 @@ from typing import Any
 
 import ray
 import torch
-from ray import cloudpickle
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import is_jagged, jagged_parts
-from verl_like.protocol.wire import WireTensor, pack_meta, to_wire
+from verl_like.protocol.wire import pack_meta, to_wire
 from verl_like.single_controller.shard import StoredBatch
 
-# Smaller pieces travel inside the call: reading the object store takes a rank longer than unpickling them.
+# Smaller columns travel inside the call: reading the object store takes a rank longer than unpickling them.
 _INLINE_BYTES = 16 * 1024
 
 
@@ -40,7 +39,8 @@ class ColumnStore:
         self._ray_worker_id = ""
 
     def put(self, data: DataProto) -> StoredBatch:
-        """References to the columns; what is small, object arrays and meta_info go along, pickled."""
+        """References to the columns; small ones and meta_info go along. Arrays are put anew, as nothing tells whether
+        they were written into."""
         worker_id = ray.get_runtime_context().get_worker_id()
         if worker_id != self._ray_worker_id:  # references are of no use to another Ray than the one they came from
             self._columns.clear()
@@ -53,10 +53,10 @@ class ColumnStore:
             for index, name in enumerate(fresh):
                 stored[name] = self._remember(tensors[name], segment, index)
             fresh = {}
-        rest = (fresh, data.non_tensor_batch, pack_meta(data.meta_info))
+        rest = (data.batch is not None, fresh, data.non_tensor_batch, pack_meta(data.meta_info))
         segments = tuple({column.segment for column in stored.values()})
         places = {name: (segments.index(column.segment), column.index) for name, column in stored.items()}
-        return StoredBatch(None if data.batch is None else len(data), segments, places, _pickled(rest))
+        return StoredBatch(len(data), segments, places, ray.put(rest) if data.non_tensor_batch else rest)
 
     def _find(self, tensor: torch.Tensor) -> _Column | None:
         column = self._columns.get(id(tensor))
@@ -83,12 +83,6 @@ def _version(tensor: torch.Tensor) -> int:
     if is_jagged(tensor):
         tensor = jagged_parts(tensor)[0]
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _pickled(rest: tuple[dict[str, WireTensor], dict[str, Any], Any]) -> Any:
-    """As bytes, or a reference to them if they are many."""
-    pickled = cloudpickle.dumps(rest)
-    return pickled if len(pickled) <= 2 * _INLINE_BYTES else ray.put(pickled)
 
 
 # One for all groups of a driver, which are given the same batch one after the other.

@@ -19,8 +19,9 @@ from verl_like.single_controller.ports import reserve_port
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
-# (role, method, args, kwargs, deadline in seconds): one argument, because Ray packs each argument on its own.
-Message = tuple[str, str, Sequence[Any], dict[str, Any], float]
+# [role, method, args, kwargs, deadline in seconds]: one argument, because Ray packs each on its own, and lists, because
+# Ray pickles nothing of what is made of lists and plain values.
+Message = list[Any]
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,12 @@ class WorkerHost:
         worker = self.workers[role]
         return self.invoker.call(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
 
-    def call_whole(self, message: tuple[*Message, bool]) -> tuple[CallHeader, Any]:
-        """Like `call`, as one object; without the result if the last entry, whether it is collected, is False."""
-        role, method, args, kwargs, deadline_s, is_collected = message
-        header, result = self._run((role, method, args, kwargs, deadline_s))
-        return header, result if is_collected else None
+    def call_whole(self, message: Message) -> list[Any]:
+        """Like `call`, as one object: [fields of the header, result]. The message ends with whether the result is
+        collected; it is left out if not."""
+        *message, is_collected = message
+        header, result = self._run(message)
+        return [list(vars(header).values()), result if is_collected else None]
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:

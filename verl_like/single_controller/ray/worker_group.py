@@ -19,7 +19,6 @@ from verl_like.single_controller.ray.host import fetch
 from verl_like.single_controller.ray.hosts import READY_S, START_DEADLINE_S, RayHosts
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.ray.stream import RayStream
-from verl_like.single_controller.shard import StoredBatch
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 _log = logging.getLogger(__name__)
@@ -171,8 +170,9 @@ class RayWorkerGroup(WorkerGroup):
     def _master(self) -> tuple[str, int]:
         return self.hosts.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
 
-    def put(self, data: DataProto) -> StoredBatch:
-        return COLUMN_STORE.put(data)
+    def put(self, data: DataProto) -> Part:
+        stored = COLUMN_STORE.put(data)
+        return Part(stored, stored)  # it knows its rows itself
 
     def submit(
         self,
@@ -183,7 +183,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> PendingCall:
         self.hosts.check_running()
         ranks = [
-            (actor, rank, (self.role, spec.name, args, kwargs, self.deadline_s))
+            (actor, rank, [self.role, spec.name, args, kwargs, self.deadline_s])
             for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False))
         ]
         if spec.streams:
@@ -192,7 +192,7 @@ class RayWorkerGroup(WorkerGroup):
             )
         payloads = None
         if waited_for:
-            headers = [actor.call_whole.remote((*message, rank in collect_ranks)) for actor, rank, message in ranks]
+            headers = [actor.call_whole.remote([*message, rank in collect_ranks]) for actor, rank, message in ranks]
         else:
             references = [actor.call.remote(message) for actor, _, message in ranks]
             headers, payloads = [header for header, _ in references], [payload for _, payload in references]
@@ -220,7 +220,7 @@ class RayWorkerGroup(WorkerGroup):
             for header in ready.intersection(call.unreported):
                 try:
                     value = ray.get(header, timeout=READY_S)
-                    self.report([value if isinstance(value, CallHeader) else value[0]])
+                    self.report([value if isinstance(value, CallHeader) else CallHeader(*value[0])])
                 except RayError as error:
                     if not call.waited_for:
                         _log.error("%s.%s failed and nobody waited for it: %s", self.role, call.method, error)
@@ -271,7 +271,7 @@ class RayCall:
             raise RuntimeError(f"{role}.{method} finished, but its results were lost: {error}") from error
         num_ranks = len(self.headers)
         if self.payloads is None:
-            self.group.report_call(self.submitted, [header for header, _ in values])
+            self.group.report_call(self.submitted, [CallHeader(*header) for header, _ in values])
             return [result for _, result in values]
         self.group.report_call(self.submitted, values[:num_ranks])
         outputs: list[Any] = [None] * num_ranks
