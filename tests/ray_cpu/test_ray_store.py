@@ -19,6 +19,8 @@ from verl_like.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
+from verl_like.single_controller.ray.column_store import COLUMN_STORE
+from verl_like.single_controller.ray.host import fetch
 
 pytestmark = pytest.mark.ray
 
@@ -82,6 +84,40 @@ def run_step(groups: list[Any], length: int = LENGTH) -> DataProto:
     for update in [critic.update_critic.remote(Ordered(batch, order)), actor.update_actor.remote(batch)]:
         update.get(timeout=300)
     return batch
+
+
+def put_and_read(batch: DataProto) -> DataProto:
+    return COLUMN_STORE.put(batch).resolve(lambda references: fetch(references, 60))
+
+
+def test_columns_that_an_earlier_ray_of_this_process_had_are_put_again(request: pytest.FixtureRequest):
+    batch = DataProto.from_dict({"responses": ones(ROWS, LENGTH)})
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    put_and_read(batch)
+    ray.shutdown()
+    request.getfixturevalue("ray_cluster")  # this test is the file's first one
+    assert put_and_read(batch).equal(batch)
+
+
+def test_a_column_of_any_kind_that_was_written_into_is_put_again(ray_cluster: None):
+    base = ones(ROWS, LENGTH)
+    lengths = torch.full((ROWS,), LENGTH // 2)
+    kinds = {
+        "view": (base, base[::2]),
+        "bfloat16": (half := base.bfloat16(), half),
+        "trained": (weight := ones(ROWS, LENGTH).requires_grad_(), weight),
+        "ragged": (flat := base.flatten().clone(), torch.nested.nested_tensor_from_jagged(flat, lengths=lengths * 2)),
+        "ragged with holes": (
+            wide := ones(ROWS, LENGTH),
+            torch.nested.narrow(wide, 1, lengths // 2, lengths, layout=torch.jagged),
+        ),
+    }
+    for kind, (written, column) in kinds.items():
+        batch = DataProto.from_dict({"responses": column})
+        assert put_and_read(batch).equal(batch)
+        with torch.no_grad():
+            written.mul_(3)
+        assert put_and_read(batch).equal(batch), kind
 
 
 def test_a_step_puts_each_column_once_and_again_only_if_it_was_written_into(groups):

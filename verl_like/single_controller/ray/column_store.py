@@ -10,12 +10,9 @@ import ray
 import torch
 
 from verl_like.protocol import DataProto
-from verl_like.protocol.row_ops import is_jagged, jagged_parts
 from verl_like.protocol.wire import pack_meta, to_wire
+from verl_like.single_controller.ray.message import INLINE_BYTES
 from verl_like.single_controller.shard import StoredBatch
-
-# Smaller columns travel inside the call: reading the object store takes a rank longer than unpickling them.
-_INLINE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -30,25 +27,28 @@ class ColumnStore:
     """Puts batches so that a tensor's bytes leave the driver once.
 
     The columns of a batch that are not in the store yet become one object, a segment. A tensor is known by its identity
-    and torch's counter of in-place writes, so one that was written into is put again. An entry goes with its tensor,
-    and Ray frees a segment once no entry and no call in flight refers to it.
+    and torch's counter of in-place writes, so one that was written into is put again (torch does not count writes
+    through `.numpy()` or `.data`). An entry goes with its tensor, and Ray frees a segment once no entry and no call in
+    flight refers to it.
     """
 
     def __init__(self) -> None:
         self._columns: dict[int, _Column] = {}  # by id(tensor)
-        self._ray_worker_id = ""
+        self._ray = ""
 
     def put(self, data: DataProto) -> StoredBatch:
         """References to the columns; small ones and meta_info go along. Arrays are put anew, as nothing tells whether
         they were written into."""
-        worker_id = ray.get_runtime_context().get_worker_id()
-        if worker_id != self._ray_worker_id:  # references are of no use to another Ray than the one they came from
+        context = ray.get_runtime_context()
+        # The first driver of every cluster has the same id, and every driver on a node the same node.
+        this_ray = context.get_node_id() + context.get_worker_id()
+        if this_ray != self._ray:  # references are of no use to another Ray than the one they came from
             self._columns.clear()
-            self._ray_worker_id = worker_id
+            self._ray = this_ray
         tensors = data.tensors()
         stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
         fresh = {name: to_wire(tensor) for name, tensor in tensors.items() if name not in stored}
-        if sum(wire.array.nbytes for wire in fresh.values()) > _INLINE_BYTES:
+        if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put(list(fresh.values()))
             for index, name in enumerate(fresh):
                 stored[name] = self._remember(tensors[name], segment, index)
@@ -79,9 +79,8 @@ class ColumnStore:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """torch's counter of in-place writes; -1 for inference tensors, which have none, so they are not remembered."""
-    if is_jagged(tensor):
-        tensor = jagged_parts(tensor)[0]
+    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for inference tensors, which
+    have none, so they are not remembered."""
     return -1 if tensor.is_inference() else tensor._version
 
 
