@@ -11,10 +11,8 @@ import torch
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.wire import pack_meta, to_wire
+from verl_like.single_controller.ray.message import INLINE_BYTES
 from verl_like.single_controller.shard import StoredBatch
-
-# Smaller columns travel inside the call: reading the object store takes a rank longer than unpickling them.
-_INLINE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class ColumnStore:
         tensors = data.tensors()
         stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
         fresh = {name: to_wire(tensor) for name, tensor in tensors.items() if name not in stored}
-        if sum(wire.array.nbytes for wire in fresh.values()) > _INLINE_BYTES:
+        if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put(list(fresh.values()))
             for index, name in enumerate(fresh):
                 stored[name] = self._remember(tensors[name], segment, index)

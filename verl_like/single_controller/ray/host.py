@@ -16,11 +16,12 @@ from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.ray.message import flatten_result, restore_arguments
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
-# [role, method, args, kwargs, deadline in seconds]: one argument, because Ray packs each on its own, and lists, because
-# Ray pickles nothing of what is made of lists and plain values.
+# [role, method, args, kwargs, deadline in seconds], with arguments as by `flatten_arguments`: one list, for Ray packs
+# each argument of a call on its own.
 Message = list[Any]
 
 
@@ -80,29 +81,28 @@ class WorkerHost:
         return self._run(message)
 
     def _run(self, message: Message) -> tuple[CallHeader, Any]:
-        role, method, args, kwargs, deadline_s = message
-        if self.start_error is not None:
-            raise self.start_error
-        worker = self.workers[role]
-        return self.invoker.call(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
+        *_, header, result = self._stream(message)
+        return header, result
 
     def call_whole(self, message: Message) -> list[Any]:
         """Like `call`, as one object: [fields of the header, result]. The message ends with whether the result is
         collected; it is left out if not."""
         *message, is_collected = message
         header, result = self._run(message)
-        return [list(vars(header).values()), result if is_collected else None]
+        return [list(vars(header).values()), flatten_result(result if is_collected else None)]
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
         """Like `call`, for a method that yields: what it yields, as it comes, then the header, then the result."""
+        yield from self._stream(message)
+
+    def _stream(self, message: Message) -> Iterator[Any]:
         role, method, args, kwargs, deadline_s = message
         if self.start_error is not None:
             raise self.start_error
         worker = self.workers[role]
-        yield from self.invoker.stream(
-            role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s)
-        )
+        restored = list(restore_arguments(args).values()), restore_arguments(kwargs)
+        return self.invoker.stream(role, worker, method, *restored, lambda references: fetch(references, deadline_s))
 
 
 def fetch(references: Sequence[Any], timeout: float) -> list[Any]:

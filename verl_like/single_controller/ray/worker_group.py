@@ -17,6 +17,7 @@ from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
 from verl_like.single_controller.ray.host import fetch
 from verl_like.single_controller.ray.hosts import READY_S, START_DEADLINE_S, RayHosts
+from verl_like.single_controller.ray.message import flatten_arguments, restore_result
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.ray.stream import RayStream
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
@@ -182,8 +183,19 @@ class RayWorkerGroup(WorkerGroup):
         waited_for: bool,
     ) -> PendingCall:
         self.hosts.check_running()
+        seen: dict[int, Any] = {}
         ranks = [
-            (actor, rank, [self.role, spec.name, args, kwargs, self.deadline_s])
+            (
+                actor,
+                rank,
+                [
+                    self.role,
+                    spec.name,
+                    flatten_arguments(dict(enumerate(args)), seen),
+                    flatten_arguments(kwargs, seen),
+                    self.deadline_s,
+                ],
+            )
             for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False))
         ]
         if spec.streams:
@@ -272,7 +284,7 @@ class RayCall:
         num_ranks = len(self.headers)
         if self.payloads is None:
             self.group.report_call(self.submitted, [CallHeader(*header) for header, _ in values])
-            return [result for _, result in values]
+            return [restore_result(result) for _, result in values]
         self.group.report_call(self.submitted, values[:num_ranks])
         outputs: list[Any] = [None] * num_ranks
         for rank, output in zip(self.collect_ranks, values[num_ranks:], strict=True):
