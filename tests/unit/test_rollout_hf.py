@@ -199,12 +199,16 @@ class Careless(HfEngine):
     """Changes what it generated before it gives it back."""
 
     def _generate(self, *args: Any) -> Iterator[list[tuple[int, int, Completion]]]:
-        for finished in super()._generate(*args):
-            yield [
-                (row, k, dataclasses.replace(completion, token_ids=[]) if (row, k) == self.empties else completion)
-                for row, k, completion in finished
-                if (row, k) != self.loses
-            ]
+        self.has_ended = False
+        try:
+            for finished in super()._generate(*args):
+                yield [
+                    (row, k, dataclasses.replace(completion, token_ids=[]) if (row, k) == self.empties else completion)
+                    for row, k, completion in finished
+                    if (row, k) != self.loses
+                ]
+        finally:
+            self.has_ended = True
 
 
 def test_a_lost_or_damaged_response_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -213,8 +217,9 @@ def test_a_lost_or_damaged_response_is_refused_by_row_and_uid(model: tuple[str, 
     with pytest.raises(RolloutError, match=r"returned 2 responses for row 1 \(uid 0-1\), not n=3"):
         engine.generate_sequences(prompt_batch())
     engine.loses, engine.empties = None, (2, 0)
-    with pytest.raises(RolloutError, match=r"Response 0 of row 2 \(uid 0-2\) has 0 tokens"):
+    with pytest.raises(RolloutError, match=r"Response 0 of row 2 \(uid 0-2\) has 0 tokens") as error:
         engine.generate_sequences(prompt_batch())
+    assert engine.has_ended, f"the engine is told to end, not left to whoever keeps {error}"
 
 
 def parts_and_result(engine: RolloutEngine, prompts: DataProto) -> tuple[list[list[FinishedSample]], DataProto]:

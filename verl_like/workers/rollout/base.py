@@ -6,6 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +99,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _generate(
         self, prompts: list[list[int]], sampling: Sampling, seed: int
-    ) -> Iterator[list[tuple[int, int, Completion]]]:
+    ) -> Generator[list[tuple[int, int, Completion]], None, None]:
         """Draws `sampling.n` responses for each prompt; all randomness comes from `seed`.
 
-        Yields, again and again, what has been finished since: (prompt, index among its responses, response).
+        Yields, again and again, what has been finished since: (prompt, index among its responses, response). It is
+        closed early where a response is refused or nobody wants the rest.
         """
 
     @abstractmethod
@@ -160,7 +162,8 @@ class RolloutEngine(ABC):
         seed = step_seed(self.seed, int(prompts.meta_info["global_steps"]), self.dp_rank, validate)
         labels = row_labels(prompts)
         token_lists = strip_padding(prompts, labels, self.config.prompt_length)
-        groups = yield from self._collect(self._generate(token_lists, sampling, seed), prompts, labels, sampling)
+        with closing(self._generate(token_lists, sampling, seed)) as generation:
+            groups = yield from self._collect(generation, prompts, labels, sampling)
         num_cached = sum(completion.num_cached_tokens for group in groups for completion in group)
         num_prompt_tokens = sampling.n * sum(map(len, token_lists))
         output = assemble(

@@ -1,6 +1,6 @@
 """Reference rollout engine: transformers' `generate` on a copy of the model. Small, slow, easy to step through."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class HfEngine(RolloutEngine):
 
     def _generate(
         self, prompts: list[list[int]], sampling: Sampling, seed: int
-    ) -> Iterator[list[tuple[int, int, Completion]]]:
+    ) -> Generator[list[tuple[int, int, Completion]], None, None]:
         self.wake_up()
         torch.manual_seed(seed)
         settings: dict[str, Any] = {"do_sample": False}

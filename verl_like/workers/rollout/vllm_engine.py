@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class VllmEngine(RolloutEngine):
 
     def _generate(
         self, prompts: list[list[int]], sampling: Sampling, seed: int
-    ) -> Iterator[list[tuple[int, int, Completion]]]:
+    ) -> Generator[list[tuple[int, int, Completion]], None, None]:
         import vllm
 
         # vLLM draws from torch's default generators. Seeding a request would give it a generator of its own, and vLLM
@@ -179,9 +179,9 @@ class VllmEngine(RolloutEngine):
         engine = self.llm.llm_engine
         # A request a response, which is what vLLM makes of a request for n; but those would come back together.
         running = {f"{row}.{k}": (row, k) for row in range(len(prompts)) for k in range(sampling.n)}
-        for name, (row, _) in running.items():
-            engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompts[row]), parameters)
         try:
+            for name, (row, _) in running.items():
+                engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompts[row]), parameters)
             while engine.has_unfinished_requests():
                 finished = [request for request in engine.step() if request.finished]
                 yield [(*running.pop(request.request_id), _completion(request)) for request in finished]
