@@ -1,6 +1,7 @@
 """Saved activations in host memory, and compiled layers: the same numbers as without."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from verl_like.workers import activation_offload
 from verl_like.workers.activation_offload import ActivationOffload
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.models import PolicyModel, pack
-from verl_like.workers.pretrained import load_pretrained
+from verl_like.workers.pretrained import compile_layers, load_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +88,15 @@ def test_compiled_layers_have_the_gradient_of_eager_ones(model_path):
         results.append(gradients)
     assert relative_error(results[1], results[0]) < 2e-6
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_layers_are_not_compiled_again_for_every_number_of_sequences(model_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs without a C++ compiler
+    torch._dynamo.reset()
+    model = policy(model_path, checkpointing=False)
+    compile_layers(model.hf)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before, sizes = graphs["unique_graphs"], range(3, 13)
+    for rows in sizes:
+        model(pack(make_batch(rows).batch), 1.0)
+    assert 0 < graphs["unique_graphs"] - before < len(sizes)

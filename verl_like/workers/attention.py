@@ -68,7 +68,7 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         attention_mask: torch.Tensor | None,
         *,
         cu_seqlens: torch.Tensor,
-        sequence_lengths: list[int],
+        sequence_lengths: torch.Tensor,
         sequence_parallel: SequenceParallel | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
@@ -87,7 +87,7 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             raise ValueError(f"{type(module).__name__} {kind}, which packed attention does not compute.")
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
-        output = kernel(query, key, value, sequence_lengths, cu_seqlens, scaling, sliding_window, softcap)
+        output = kernel(query, key, value, sequence_lengths.tolist(), cu_seqlens, scaling, sliding_window, softcap)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
         return output, None
