@@ -1,12 +1,25 @@
 """FLOPs of a forward pass against torch's own counter, and by hand."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from verl_like.workers.config import ModelConfig
 from verl_like.workers.flops import ModelCost
+from verl_like.workers.pretrained import load_config
 
 TINY = {
     "vocab_size": 50,
@@ -61,3 +74,22 @@ def test_sliding_layers_are_read_from_the_configuration():
     assert {window: flops for flops, window in ModelCost.of(gemma).per_pair} == {7: 2 * pair, None: pair}
     mistral = MistralConfig(**TINY, head_dim=8, sliding_window=5)
     assert ModelCost.of(mistral).per_pair == ((3 * pair, 5),)
+
+
+def test_of_a_model_that_also_sees_images_the_language_model_counts():
+    sizes = {**TINY, "head_dim": 8, "sliding_window": 7}
+    assert ModelCost.of(Gemma3Config(text_config=sizes)) == ModelCost.of(Gemma3TextConfig(**sizes))
+
+
+def test_a_model_with_code_of_its_own_is_counted_where_that_code_may_run(tmp_path):
+    (tmp_path / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+    )
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "own_llama", "auto_map": classes}))
+    config = load_config(ModelConfig(path=str(tmp_path), trust_remote_code=True), key="m")
+    assert ModelCost.of(config) == ModelCost.of(LlamaConfig(**TINY))

@@ -13,6 +13,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4Config,
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from verl_like.workers import linear_log_prob, models
@@ -201,6 +203,12 @@ def test_a_path_without_a_model_is_refused_without_asking_the_hub(tmp_path):
         load_config(ModelConfig(path=str(tmp_path / "nothing-here")), key="critic.model")
 
 
+def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path):
+    Qwen3NextConfig(**TINY, layer_types=["full_attention", "linear_attention"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has layers of linear_attention, which packed sequences do not support"):
+        load_config(ModelConfig(path=str(tmp_path)), key="m")
+
+
 def test_an_override_the_model_does_not_know_is_refused(model_path):
     config = ModelConfig(path=model_path, override_config={"attention_dropuot": 0.0})
     with pytest.raises(ValueError, match="attention_dropuot"):
@@ -244,6 +252,12 @@ def test_models_that_change_their_logits_in_unknown_ways_are_refused():
     }.items():
         with pytest.raises(ValueError, match=f"{change}.* support"):
             PolicyModel(AutoModelForCausalLM.from_config(config))
+
+
+def test_the_bound_of_logits_is_that_of_the_language_model_in_a_model_that_also_sees_images():
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(Gemma4Config(text_config={**TINY, "final_logit_softcapping": 2.0}))
+    assert PolicyModel(hf).softcap == 2.0
 
 
 def test_a_greedy_temperature_has_no_log_probs(model_path):

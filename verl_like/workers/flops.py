@@ -23,12 +23,12 @@ class ModelCost:
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> "ModelCost":
-        """Counts the matrices of the model, which is built without memory for it.
-
-        Layers without softmax attention (`linear_attention`) count their matrices alone.
-        """
+        """Counts the matrices of the language model, which is built without memory for it."""
+        hf_config = hf_config.get_text_config()
+        # A configuration that came with code of its own was read with the permission to run that code.
+        own_code = type(hf_config).__module__.startswith("transformers_modules.")
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=own_code)
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         ends = {id(head.weight), id(embedding.weight)}
         active = getattr(hf_config, "num_experts_per_tok", 1)
@@ -65,9 +65,9 @@ class ModelCost:
 
 
 def _windows(hf_config: PretrainedConfig) -> list[int | None]:
-    """The sliding window of each layer with softmax attention; None where it has none."""
+    """The sliding window of each layer; None where it has none."""
     window = getattr(hf_config, "sliding_window", None)
     layer_types = getattr(hf_config, "layer_types", None)
     if layer_types is None:
         return [window] * hf_config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in layer_types if kind != "linear_attention"]
+    return [window if kind == "sliding_attention" else None for kind in layer_types]

@@ -97,7 +97,8 @@ class PackedModel(nn.Module):
                 position_ids=packed.position_ids,
                 use_cache=False,
                 cu_seqlens=packed.cu_seqlens,
-                sequence_lengths=packed.sequence_lengths,
+                # Not as a list: compiled layers would be compiled again for every other number of sequences.
+                sequence_lengths=torch.tensor(packed.sequence_lengths),
                 sequence_parallel=packed.share and packed.share.parallel,
             )
         return outputs.last_hidden_state[0]
@@ -145,17 +146,17 @@ def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     Raises:
         ValueError: a head that is not one matrix, or logits that are changed in another way.
     """
-    head = hf.get_output_embeddings()
+    head, config = hf.get_output_embeddings(), hf.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"The head of {type(hf).__name__} is {head}; only one matrix without a bias is supported.")
     unsupported = list(_UNSUPPORTED_LOGIT_CHANGES)
-    if hf.config.model_type == "hyperclovax":  # multiplies by what all others divide by
+    if config.model_type == "hyperclovax":  # multiplies by what all others divide by
         unsupported.append("logits_scaling")
-    found = {name: getattr(hf.config, name, None) for name in unsupported}
+    found = {name: getattr(config, name, None) for name in unsupported}
     if any(value not in (None, 1) for value in found.values()):
         raise ValueError(f"{type(hf).__name__} changes its logits after the head ({found}), which is not supported.")
-    scale = (getattr(hf.config, "logit_scale", None) or 1) / (getattr(hf.config, "logits_scaling", None) or 1)
-    return scale, getattr(hf.config, "final_logit_softcapping", None)
+    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    return scale, getattr(config, "final_logit_softcapping", None)
 
 
 class ValueModel(PackedModel):

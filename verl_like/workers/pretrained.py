@@ -53,7 +53,7 @@ def load_pretrained(
             config.attn_implementation,
             device,
             getattr(torch, fsdp.dtype),
-            softcap=getattr(hf_config, "attn_logit_softcapping", None),
+            softcap=getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
         ),
         "trust_remote_code": config.trust_remote_code,
     }
@@ -78,7 +78,8 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     """The model's own configuration with `override_config`; what looks like a path is never looked up on the hub.
 
     Raises:
-        ValueError: nothing at `config.path`, or an override that the model's configuration does not have.
+        ValueError: nothing at `config.path`, an override that the model's configuration does not have, or layers that
+            do not compute packed sequences.
     """
     path = os.path.expanduser(config.path)
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
@@ -98,6 +99,12 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
                 f"it has {sorted(hf_config.to_dict())}."
             )
         setattr(hf_config, name, value)
+    kinds = getattr(hf_config.get_text_config(), "layer_types", None) or []
+    if unsupported := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"{key}.path={config.path} has layers of {', '.join(unsupported)}, which packed sequences do not support; "
+            "choose a model with full or sliding attention."
+        )
     return hf_config
 
 

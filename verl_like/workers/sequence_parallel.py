@@ -37,7 +37,7 @@ class SequenceParallel:
     """
 
     def __init__(self, device: str, size: int, hf_config: PretrainedConfig) -> None:
-        heads = hf_config.num_attention_heads
+        heads = hf_config.get_text_config().num_attention_heads
         if heads % size:
             raise ValueError(
                 f"ulysses_sequence_parallel_size={size} does not divide the {heads} attention heads of the model, of "
