@@ -287,6 +287,14 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(model_path):
     assert metrics_without["training/rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("schedule", [{"ppo_epochs": 2}, {"prompts": 4}])
+def test_an_update_of_several_steps_needs_old_log_probs(model_path, schedule):
+    data = make_batch()
+    without = data.select(batch_keys=sorted(set(data.batch.keys()) - {"old_log_probs"}))
+    with pytest.raises(ValueError, match=r"no old_log_probs for 8 rows, which are . epoch\(s\) in steps of [48]"):
+        actor_group(model_path, **schedule).workers[0].update_actor(without)
+
+
 def test_the_learning_rate_follows_the_updates(model_path):
     group = actor_group(model_path, optim={"lr": 1.0, "lr_warmup_steps": 4})
     data = make_batch()

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_like.algorithms.kl import kl_penalty
+from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_loss import ClipRange, get_policy_loss_fn
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -172,8 +173,18 @@ class ActorRolloutRefWorker(TrainedWorker):
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
 
         A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
+
+        Raises:
+            ValueError: several optimizer steps without `old_log_probs`.
         """
         rows = to_rows(data, self.device)
+        num_rows, schedule = len(rows["input_ids"]), self.schedule
+        if "old_log_probs" not in rows and (schedule.epochs > 1 or num_rows > schedule.mini_batch_rows):
+            raise ValueError(
+                f"update_actor got no old_log_probs for {num_rows} rows, which are {schedule.epochs} epoch(s) in steps "
+                f"of {schedule.mini_batch_rows}: from the second step on the policy is another one; call "
+                "compute_log_prob before and add what it returns to the batch."
+            )
         stopwatch = Stopwatch(self.engine, rows, "actor", passes=3 * self.schedule.epochs)
         metrics = update(self.engine, rows, self.schedule, self.policy_loss, prefix="actor")
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
@@ -208,7 +219,8 @@ class ActorRolloutRefWorker(TrainedWorker):
         metrics["actor/pg_loss"] = Metric.sum(loss.item() * mini_batch.share)
         if "old_log_probs" not in micro:  # what `compute_log_prob` and the driver would have told
             metrics["actor/entropy"] = token_mean(entropy_BR[0].detach().sum(), num_tokens)
-            difference_BR = (micro["rollout_log_probs"].exp() - old_log_prob_BR.exp()).abs() * mask_BR
+        if "old_log_probs" not in micro and "rollout_log_probs" in micro:
+            difference_BR = zero_masked(micro["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
             metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum(), num_tokens)
             metrics["training/rollout_probs_diff_max"] = Metric.max(difference_BR.max().item())
         if actor.entropy_coeff != 0:
