@@ -127,6 +127,11 @@ def test_the_nearest_key_is_suggested(override: str, suggestion: str):
     assert refusal(override).endswith(f"did you mean {suggestion}?")
 
 
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.actor.strategy"])
+def test_a_key_unlike_any_other_gets_no_suggestion(key: str):
+    assert refusal(f"{key}=true") == f"{key}: there is no such key; docs/config.md lists all keys"
+
+
 def test_every_unknown_key_is_named_at_once():
     message = refusal("trainer.save_frq=5", "data.train_batch_sise=1")
     assert "trainer.save_frq:" in message and "data.train_batch_sise:" in message

@@ -175,8 +175,10 @@ def _paths_below(path: str, value: Any) -> Iterator[str]:
 
 def _suggestion(path: str) -> str:
     known = [*PRESETS, *(leaf for leaf, _, _ in leaves())]
-    same_name = [leaf for leaf in known if leaf.rpartition(".")[2] == path.rpartition(".")[2]]
-    nearest = difflib.get_close_matches(path, same_name, 1, cutoff=0) or difflib.get_close_matches(path, known, 1)
+    # By the last part of their names, because keys of one section share all the others.
+    names = {leaf: leaf.rpartition(".")[2] for leaf in known}
+    close = difflib.get_close_matches(path.rpartition(".")[2], set(names.values()), cutoff=0.7)[:1]
+    nearest = difflib.get_close_matches(path, [leaf for leaf in known if names[leaf] in close], 1, cutoff=0)
     return f"; did you mean {nearest[0]}?" if nearest else "; docs/config.md lists all keys"
 
 
