@@ -4,9 +4,10 @@ import pytest
 import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
 
-from verl_like.protocol import merge_metrics, metric_values
+from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
-from verl_like.workers.throughput import peak_flops, speed_metrics
+from verl_like.workers.mini_batches import to_rows
+from verl_like.workers.throughput import Stopwatch, peak_flops, speed_metrics
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,15 @@ def test_every_pass_reports_its_speed(actor):
     flops_per_token = 6 * cost.forward(lengths, scored).sum() / lengths.sum().item()
     ratio = train["perf/mfu/actor"] / train["perf/tokens_per_s/actor"]
     assert ratio == pytest.approx(flops_per_token / peak_flops("cpu", "float32"), rel=1e-6)
+
+
+def test_rows_that_only_fill_a_rank_up_count_nothing(actor):
+    engine, rows = actor.workers[0].engine, make_batch(rows=4)
+    padded = DataProto.concat([rows, rows.select_idxs([0, 1])])
+    padded.batch["is_pad"] = torch.arange(6) >= 4
+    expected, got = (Stopwatch(engine, to_rows(data, "cpu"), "ref", passes=1) for data in (rows, padded))
+    assert got.tokens == expected.tokens == rows.batch["attention_mask"].sum()
+    assert got.flops == pytest.approx(expected.flops)
 
 
 def test_the_groups_mfu_is_all_ranks_flops_by_all_ranks_time():

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from verl_like.protocol import Metric
+from verl_like.protocol import PAD_COLUMN, Metric
 from verl_like.workers.engine import TrainingEngine
 from verl_like.workers.mini_batches import Rows
 
@@ -35,7 +35,10 @@ class Stopwatch:
             passes: the cost in forward passes: 1, or 3 for each epoch of training, whose backward costs two.
         """
         self.engine, self.phase = engine, phase
-        lengths_B = rows["attention_mask"].sum(-1).cpu().numpy()
+        lengths_B = rows["attention_mask"].sum(-1)
+        if PAD_COLUMN in rows:
+            lengths_B = lengths_B.masked_fill(rows[PAD_COLUMN], 0)
+        lengths_B = lengths_B.cpu().numpy()
         has_vocabulary = engine.model.hf.get_output_embeddings() is not None
         scored_B = rows["response_mask"].sum(-1).cpu().numpy() if has_vocabulary else 0
         self.tokens = int(lengths_B.sum())
