@@ -43,6 +43,12 @@ def test_a_small_result_travels_as_plain_values():
     assert_equal_batches(result, small_batch())
 
 
+def test_what_arrived_is_memory_of_its_own_that_can_be_written_into():
+    result = restore_result(over_the_wire(flatten_result(DataProto.from_dict({"is_pad": torch.tensor([True])}))))
+    result.batch["is_pad"].fill_(False)  # Python has one object for all b"\x01"
+    assert bytes([1]) != bytes([0]) and not result.batch["is_pad"].item()
+
+
 def test_a_result_of_meta_info_alone_travels_as_plain_values():
     result = restore_result(over_the_wire(flatten_result(DataProto(meta_info={"loss": 0.25}))))
     assert result.batch is None and result.meta_info == {"loss": 0.25}

@@ -91,8 +91,9 @@ def _flat_columns(wires: Mapping[str, WireTensor]) -> list[list[Any]] | None:
 
 
 def _restore_columns(columns: list[list[Any]]) -> dict[str, WireTensor]:
+    # A copy, as bytes are constants: Python has one object for all that hold the same single byte.
     return {
-        name: WireTensor(np.frombuffer(content, numpy_dtype).reshape(shape), dtype)
+        name: WireTensor(np.frombuffer(bytearray(content), numpy_dtype).reshape(shape), dtype)
         for name, dtype, numpy_dtype, shape, content in columns
     }
 
