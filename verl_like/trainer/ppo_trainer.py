@@ -259,10 +259,9 @@ class RayPPOTrainer:
         prompts = self.val_dataset.collate(rows, epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        if self.reward_model:
-            batch = batch.union(self.collect(self.reward_model.compute_rm_score.remote(batch)))
-        if scores:
-            batch = batch.union(self.collect(scores.complete(batch)))
+        pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
+        for future in [*pending, scores.complete(batch)] if scores else pending:
+            batch = batch.union(self.collect(future))
         self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
         return validation_metrics(validation_samples(batch))
 
