@@ -57,7 +57,8 @@ class RayWorkerGroup(WorkerGroup):
         detached: the processes outlive the driver; needs a detached pool. `from_detached` attaches to them.
         worker_env: further environment variables of the processes.
         deadline_s: how long a call may take, in seconds, where `.get(timeout)` does not say otherwise.
-        on_call: is told about every finished call of every rank, at the latest on shutdown.
+        on_call: is told about every finished call of every rank, at the latest on shutdown; about a stream when it was
+            read to its end.
     """
 
     def __init__(
