@@ -211,11 +211,9 @@ def check_models(config: PPOConfig) -> None:
                 f"{key}.path={others[key].path} has {other.vocab_size} token ids, the policy {policy.vocab_size}: it "
                 "would read other words than the policy wrote; choose a model of the same vocabulary."
             )
-    critic = configs.get("critic.model", policy)
-    for part, key, model in (
-        (config.actor_rollout_ref.actor, "actor_rollout_ref.actor", policy),
-        (config.critic, "critic", critic),
-    ):
+    shared = [(config.actor_rollout_ref.actor, "actor_rollout_ref.actor", policy)]
+    shared += [(config.critic, "critic", configs["critic.model"])] if config.needs_critic else []
+    for part, key, model in shared:
         if model.num_attention_heads % part.ulysses_sequence_parallel_size:
             raise ValueError(
                 f"{key}.ulysses_sequence_parallel_size={part.ulysses_sequence_parallel_size} does not divide the "
