@@ -80,6 +80,8 @@ def test_a_call_that_takes_too_long_names_role_method_and_seconds(pair):
         CallTimeout, match=r"pair\.sleep did not finish within 0\.2 s: waiting for rank\(s\) \[0, 1\] of 2"
     ):
         future.get(timeout=0.2)
+    with pytest.raises(CallTimeout):
+        future.get(timeout=-1)  # what is left of a deadline that has passed
     assert not future.done()
     assert len(future.get()) == 2 and future.done(), "a timeout is not the call's result"
 

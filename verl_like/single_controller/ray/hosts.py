@@ -103,7 +103,7 @@ class RayHosts:
         deadline = time.monotonic() + timeout
         # Ends at the first failure of any rank, also while others still run or wait for it in a collective.
         with contextlib.suppress(RayError):
-            return ray.get([*references, *results], timeout=timeout)
+            return ray.get([*references, *results], timeout=max(0.0, timeout))  # Ray aborts if it is negative
         values = self._wait_for_each(references, role, method, deadline, timeout)
         return values + ray.get(list(results), timeout=READY_S)
 
