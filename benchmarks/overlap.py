@@ -35,7 +35,7 @@ def assert_equal_outputs(ours: list[dict], verls: list[dict]) -> None:
 
 
 def measure(report: Report, sides: list[Side], what: str, shape: dict, sleep_s: float, target: float) -> None:
-    """Rounds of both contenders, then of ours one update after the other, on the same batches."""
+    """Rounds of both contenders, and of ours one update after the other, on the same batches."""
     ours, verl = sides
     results: dict[str, list[dict]] = {side.name: [] for side in sides}
     alone = []
@@ -44,8 +44,9 @@ def measure(report: Report, sides: list[Side], what: str, shape: dict, sleep_s: 
         if seed >= 2:  # the first rounds warm up
             for name, result in one.items():
                 results[name] += result
-    for seed in range(ROUNDS if not sleep_s else 0):
-        alone.append(ours.call("update", seed=seed, sleep_s=sleep_s, one_by_one=True, **shape))
+            if not sleep_s:
+                alone.append(ours.call("update", seed=seed, sleep_s=sleep_s, one_by_one=True, **shape))
+                verl.call("update", seed=seed, sleep_s=sleep_s, **shape)  # so that its models are trained as often
     assert_equal_outputs(results[ours.name], results[verl.name])
     limit = float(np.median(longer_of(alone))) if alone else sleep_s
     report.row(f"{what}: the longer update, the other worker idle", "s", longer_of(alone) if alone else [sleep_s])
