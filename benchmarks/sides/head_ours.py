@@ -1,7 +1,7 @@
 import torch
 
 from benchmarks.sides.head_contender import serve_heads
-from verl_like.workers.linear_log_prob import linear_log_prob
+from verl_like.workers.linear_log_prob import LOGITS_PER_CHUNK, linear_log_prob
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,29 +18,39 @@ def float64(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) ->
 
 
 class _Products(torch.autograd.Function):
-    """The matrix products alone: one forward; backward one that computes the logits again and two for the gradients."""
+    """The matrix products alone: one forward; backward one that computes the logits again and two for the gradients.
+
+    They go through one buffer of the size of our chunk, which costs no more than products of the whole vocabulary.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, buffer):
-        torch.mm(hidden, weight.T, out=buffer)
-        ctx.tensors = hidden, weight, buffer
+    def forward(ctx, hidden, weight):
+        ctx.tensors = hidden, weight
+        for _, _, logits in _Products.chunks(hidden, weight):
+            del logits
         return hidden.new_zeros(len(hidden)), hidden.new_zeros(len(hidden))
 
     @staticmethod
     def backward(ctx, *_):
-        hidden, weight, buffer = ctx.tensors
-        torch.mm(hidden, weight.T, out=buffer)
-        return buffer @ weight, buffer.T @ hidden, None
+        hidden, weight = ctx.tensors
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.empty_like(weight)
+        for start, end, logits in _Products.chunks(hidden, weight):
+            grad_hidden.addmm_(logits, weight[start:end])
+            torch.mm(logits.T, hidden, out=grad_weight[start:end])
+        return grad_hidden, grad_weight
 
-
-_buffers: dict[tuple[int, int], torch.Tensor] = {}
+    @staticmethod
+    def chunks(hidden, weight):
+        size = max(1, LOGITS_PER_CHUNK // len(hidden))
+        buffer = hidden.new_empty(len(hidden) * size)
+        for start in range(0, len(weight), size):
+            end = min(start + size, len(weight))
+            logits = buffer[: len(hidden) * (end - start)].view(len(hidden), end - start)
+            yield start, end, torch.mm(hidden, weight[start:end].T, out=logits)
 
 
 def products(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    size = len(hidden), len(weight)
-    if size not in _buffers:
-        _buffers[size] = hidden.new_empty(size)
-    return _Products.apply(hidden, weight, _buffers[size])
+    return _Products.apply(hidden, weight)
 
 
 if __name__ == "__main__":
