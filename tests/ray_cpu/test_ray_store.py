@@ -1,5 +1,6 @@
 """What a step's calls put into the object store, and that it is released, by the store's own statistics."""
 
+import ctypes
 import gc
 import time
 from collections.abc import Iterator
@@ -49,6 +50,9 @@ def used_bytes_once_at_most(limit: int) -> int:
 
 
 def resident_bytes_without_shared() -> int:
+    """What the process holds, without what the allocator keeps for later."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
     return (resident - shared) * 4096
