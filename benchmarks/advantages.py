@@ -12,7 +12,7 @@ import statistics
 import numpy as np
 
 from benchmarks.harness import Report, Side, copy_rate, interleave
-from benchmarks.sides.advantages_data import batch
+from benchmarks.sides.advantages_work import batch
 
 ROWS, LENGTH, ROUNDS = 1024, 8192, 7
 
