@@ -121,6 +121,8 @@ def test_an_ordered_batch_is_refused_where_it_has_no_meaning():
     with pytest.raises(ValueError, match="Ordered batch beside another one"):
         GROUPS[2].execute_with_func_generator(lambda worker, a, b: a, Ordered(batch, [3, 2, 1, 0]), batch)
     future = GROUPS[2].echo.remote(Ordered(batch, [3, 2, 1, 0]))
+    with pytest.raises(ValueError, match="names each of its 4 rows once"):
+        Ordered(future, [4, 3, 2, 1, 0])
     with pytest.raises(ValueError, match="in another order than the batch"):
         future.chunk(2)
     with pytest.raises(ValueError, match="in another order than its batch"):

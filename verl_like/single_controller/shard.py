@@ -36,7 +36,9 @@ class Ordered:
     def __init__(self, batch: DataProto | DataProtoFuture, order: RowNumbers) -> None:
         self.batch = batch
         self.order = np.asarray(order, dtype=np.int64)
-        rows = len(batch) if isinstance(batch, DataProto) else self.order.size
+        # Of a future, only one whose ranks worked in another order says how many rows it has.
+        known = batch if isinstance(batch, DataProto) else self.order if batch.order is None else batch.order
+        rows = len(known)
         if self.order.shape != (rows,) or not np.array_equal(np.sort(self.order), np.arange(rows)):
             raise ValueError(
                 f"the order of an Ordered batch names each of its {rows} rows once, got {self.order.shape} numbers: "
