@@ -345,6 +345,23 @@ def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in parameters_of(resumed.workers[0]).items())
 
 
+def test_a_checkpoint_before_the_first_step_changes_nothing_that_follows(model_path, tmp_path):
+    data, path = make_batch(), str(tmp_path / "checkpoint")
+    settings = {"optim": {"lr": 1e-2, "weight_decay": 0.3}}
+    straight, saved, resumed = (actor_group(model_path, **settings) for _ in range(3))
+    saved.save_checkpoint(path)
+    resumed.load_checkpoint(path)
+    engine = resumed.workers[0].engine
+    assert {state["step"].item() for state in engine.optimizer.state.values()} == {0}
+    for group in (straight, saved, resumed):
+        update(group, data)
+        update(group, data)
+    expected = parameters_of(straight.workers[0])
+    for group in (saved, resumed):
+        assert all(torch.equal(value, expected[name]) for name, value in parameters_of(group.workers[0]).items())
+    assert {state["step"].item() for state in engine.optimizer.state.values()} == {2}
+
+
 def test_loading_a_checkpoint_that_is_not_there_is_an_error(model_path, tmp_path):
     with pytest.raises(WorkerError, match="There is no checkpoint"):
         actor_group(model_path).load_checkpoint(str(tmp_path / "nothing"))

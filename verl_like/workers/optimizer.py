@@ -8,8 +8,15 @@ from verl_like.workers.config import OptimConfig
 
 
 def build_optimizer(parameters: list[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with one kernel for all parameters."""
-    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with one kernel for all parameters, its moments at zero.
+
+    The state is there before the first step: `get_state_dict` would make a missing one by a step, which counts.
+    """
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    for parameter in parameters:
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return optimizer
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> float:
