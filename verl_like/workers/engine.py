@@ -161,20 +161,15 @@ class TrainingEngine:
 
     @contextmanager
     def on_device(self, *, train: bool = False) -> Iterator[None]:
-        """Within it, offloaded parameters (and the optimizer state, for `train`) are on the device."""
-        self._load(train)
+        """Within it, offloaded parameters are on the device."""
+        if self.fsdp.param_offload:
+            self.model.to(self.device)
         self.model.train(train)
         with torch.set_grad_enabled(train):
             yield
         for unit in self.units:
             unit.reshard()
         self._offload()
-
-    def _load(self, train: bool) -> None:
-        if self.fsdp.param_offload:
-            self.model.to(self.device)
-        if train:
-            self._move_optimizer(self.device)
 
     def _offload(self) -> None:
         if self.fsdp.param_offload:
@@ -227,7 +222,9 @@ class TrainingEngine:
             self.consecutive_skips = 0
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr
+            self._move_optimizer(self.device)
             self.optimizer.step()
+            self._move_optimizer("cpu")
         self.optimizer.zero_grad()
         return StepResult(grad_norm, skipped)
 
@@ -254,7 +251,10 @@ class TrainingEngine:
             yield name.removeprefix("hf."), parameter
 
     def save(self, path: str) -> None:
-        """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all."""
+        """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all.
+
+        What is offloaded is written from where it is, so that an inference engine keeps its share of the device.
+        """
         partial = Path(f"{path}.partial")
         dcp.save(self._state(), checkpoint_id=partial)
         if dist.get_rank() == 0:

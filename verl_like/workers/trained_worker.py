@@ -29,8 +29,7 @@ class TrainedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see."""
-        with self.engine.on_device(train=True):
-            self.engine.save(path)
+        self.engine.save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -39,16 +38,19 @@ class TrainedWorker(Worker):
         Raises:
             ValueError: there is no checkpoint at `path`.
         """
-        with self.engine.on_device(train=True):
+        with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
             self.engine.load(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
         dtype = getattr(torch, self.engine.fsdp.dtype)
-        with self.engine.on_device():
-            # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them.
-            gathered = ((name, parameter.full_tensor()) for name, parameter in self.engine.named_parameters())
-            kept = {name: parameter.to("cpu", dtype) for name, parameter in gathered if self.rank == 0}
+        kept = {}
+        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
+        # host memory, for an inference engine may have its share of the device.
+        for name, parameter in self.engine.named_parameters():
+            gathered = parameter.detach().to("cpu", dtype).full_tensor()
             if self.rank == 0:
-                save_pretrained(self.engine.model.hf, kept, self.model_config, dtype, path)
+                kept[name] = gathered
+        if self.rank == 0:
+            save_pretrained(self.engine.model.hf, kept, self.model_config, dtype, path)
