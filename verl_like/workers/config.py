@@ -142,7 +142,9 @@ class TrainedFsdpConfig(FsdpConfig):
     model_dtype: TrainingDtype = "float32"
     """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
     reshard_after_forward: bool = True
-    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass."""
+    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass, and
+    keep only a shard of its gradient between micro-batches. false is for models whose parameters and float32 gradients
+    fit on every device: gradients then travel once an optimizer step. One rank alone gathers and frees nothing."""
 
     @field_validator("fsdp_size")
     @classmethod

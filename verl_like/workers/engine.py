@@ -48,6 +48,9 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
 def build_mesh(device: str, fsdp_size: int) -> DeviceMesh:
     """Mesh (replicas, shards): one copy of the parameters is sharded over `fsdp_size` ranks, -1 for all.
 
+    A single copy has a mesh of two dimensions too: FSDP2 then adds up the micro-batches of a step in float32, also for
+    parameters that are stored in bfloat16.
+
     Raises:
         ValueError: `fsdp_size` does not divide the number of ranks.
     """
@@ -58,8 +61,6 @@ def build_mesh(device: str, fsdp_size: int) -> DeviceMesh:
             f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks of the pool; "
             "use -1 or a divisor."
         )
-    if shards == world_size:
-        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replica", "shard"))
 
 
@@ -115,6 +116,8 @@ class TrainingEngine:
         self.grad_clip = grad_clip
         self.total_training_steps = total_training_steps
         self.mesh = build_mesh(device, fsdp.fsdp_size)
+        # A rank that holds all parameters gathers nothing: freeing its layers would save it little.
+        self.reshard = fsdp.reshard_after_forward and self.mesh["shard"].size() > 1
         self.model = build_model(dist.get_rank() == 0)
         self.model.requires_grad_(optim is not None)
         self.sequence_parallel = None
@@ -144,7 +147,7 @@ class TrainingEngine:
         model.hf.tie_weights()  # moving to another device unties
         for unit in self.units:
             # The backward pass starts with the outermost unit: freeing that after the forward pass would gain nothing.
-            reshard = self.fsdp.reshard_after_forward and unit is not model
+            reshard = self.reshard and unit is not model
             fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
         for unit in self.units:
@@ -196,9 +199,14 @@ class TrainingEngine:
         return packed if self.sequence_parallel is None else self.sequence_parallel.shard(packed)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds the loss's gradient; the ranks add up theirs in the call with `is_last`, before `step`."""
-        self.model.set_requires_gradient_sync(is_last)
-        self.model.set_reshard_after_backward(is_last or self.fsdp.reshard_after_forward)
+        """Adds the loss's gradient; the sum over all ranks is complete after the call with `is_last`, before `step`.
+
+        Where layers are freed after their pass, their gradients are too: each call leaves a rank its shard, in float32.
+        Otherwise the whole model fits on every rank, and its gradients stay there until the last call.
+        """
+        self.model.set_requires_gradient_sync(is_last or self.reshard)
+        self.model.set_requires_all_reduce(is_last)
+        self.model.set_reshard_after_backward(is_last or self.reshard)
         loss.backward()
 
     def step(self) -> StepResult:
