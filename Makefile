@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint docs bench
+.PHONY: env test lint docs bench gpu-lock-check
 
 env:
 	@bash scripts/environment.sh
@@ -11,6 +11,10 @@ lint: env
 
 test: lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+# Needs the package index, and no GPU.
+gpu-lock-check: env
+	@.venv/bin/python scripts/gpu_lock.py
 
 docs: env
 	.venv/bin/python scripts/generate_docs.py

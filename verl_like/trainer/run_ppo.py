@@ -150,8 +150,8 @@ def check_environment(config: PPOConfig) -> None:
         )
     if config.actor_rollout_ref.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            "actor_rollout_ref.rollout.name=vllm, but vllm is not installed: pip install -e '.[gpu]' with GPUs, "
-            "bash scripts/environment.sh without, or use rollout.name=hf to debug."
+            "actor_rollout_ref.rollout.name=vllm, but vllm is not installed: run bash scripts/environment.sh, "
+            "or use rollout.name=hf to debug."
         )
     models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
@@ -160,7 +160,7 @@ def check_environment(config: PPOConfig) -> None:
         if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
             raise ValueError(
                 f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
-                "pip install -e '.[gpu]', or leave attn_implementation out."
+                "pip install --no-build-isolation -e '.[flash]', or leave attn_implementation out."
             )
     if not config.ray_kwargs.ray_init.address:
         check_pools_fit_this_machine(config)

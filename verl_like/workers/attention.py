@@ -34,7 +34,7 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
     if requested == "flash_attention_2" and not has_flash:
         raise ValueError(
             "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: "
-            'pip install -e ".[gpu]", or leave override_config.attn_implementation out.'
+            "pip install --no-build-isolation -e '.[flash]', or leave override_config.attn_implementation out."
         )
     if requested in ("flash_attention_2", "varlen") and not on_gpu:
         raise ValueError(

@@ -1,0 +1,72 @@
+"""What scripts/environment.sh does before it installs anything."""
+
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """#!/bin/sh
+case "$*" in *sysconfig*) echo {include};; *venv*) echo "a new environment"; exit 7;; esac
+"""
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in -L) echo "GPU 0: an accelerator";; *driver_version*) echo "{driver}"; echo "{driver}";; esac
+"""
+
+
+def set_up(folder: Path, *, driver: str | None, gcc: bool = True, header: bool = True) -> str:
+    """Runs the script on a machine with this driver and these packages; what it printed, its exit code at the end."""
+    (folder / "scripts").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "scripts/environment.sh", folder / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copytree(ROOT / "requirements", folder / "requirements", dirs_exist_ok=True)
+    tools = folder / "tools"
+    shutil.rmtree(tools, ignore_errors=True)
+    tools.mkdir()
+    for tool in ("bash", "sh", "dirname", "cat", "sha256sum", "cut"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    programs = {"python3": PYTHON.format(include=folder)}
+    programs |= {"nvidia-smi": NVIDIA_SMI.format(driver=driver)} if driver else {}
+    programs |= {"gcc": "#!/bin/sh\n"} if gcc else {}
+    for name, text in programs.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    if header:
+        (folder / "Python.h").touch()
+    done = subprocess.run(
+        ["bash", folder / "scripts/environment.sh"],
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return f"{done.stdout}{done.stderr}exit {done.returncode}"
+
+
+def test_a_driver_too_old_for_cuda_13_is_named(tmp_path: Path):
+    output = set_up(tmp_path, driver="570.172.08")
+    assert "driver 570.172.08 is too old for CUDA 13, which needs 580" in output and output.endswith("exit 1")
+
+
+@pytest.mark.parametrize("missing", ["gcc", "header"])
+def test_what_triton_compiles_with_is_asked_for_first(tmp_path: Path, missing: str):
+    output = set_up(tmp_path, driver="580.65.06", **{missing: False})
+    assert "install the packages gcc and python3-dev" in output and output.endswith("exit 1")
+
+
+def test_a_machine_that_has_everything_gets_an_environment(tmp_path: Path):
+    assert set_up(tmp_path, driver="580.65.06").endswith("a new environment\nexit 7")
+    assert set_up(tmp_path / "without", driver=None, gcc=False, header=False).endswith("a new environment\nexit 7")
+
+
+def test_an_environment_for_the_cpu_is_made_anew_when_there_is_a_gpu(tmp_path: Path):
+    (tmp_path / ".venv").mkdir(parents=True)
+    set_up(tmp_path, driver=None)
+    requirements = sorted((tmp_path / "requirements").iterdir())
+    inputs = [tmp_path / "pyproject.toml", *requirements, tmp_path / "scripts/environment.sh"]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    (tmp_path / ".venv/.verl_like_installed").write_text(f"cpu {digest}\n")
+    assert set_up(tmp_path, driver=None) == "exit 0"
+    assert set_up(tmp_path, driver="580.65.06").endswith("a new environment\nexit 7")
