@@ -10,7 +10,7 @@ import ray
 import torch
 from transformers import LlamaForCausalLM
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, pad_dataproto_to_divisor
 from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
 from verl_like.workers.rollout import FinishedSample, base, build_rollout_engine
@@ -111,21 +111,34 @@ def tied_model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 
 
 @pytest.fixture(scope="module")
-def process(ray_cluster: None, tied_model: ModelAndFolder) -> Iterator[Any]:
-    """The second of two one-process replicas, with a tied model; each test brings the weights that it needs."""
-    (process,) = start_processes(tied_model, ranks=[1], val_kwargs=SamplingConfig())
-    yield process
-    ray.kill(process)
+def replicas(ray_cluster: None, tied_model: ModelAndFolder) -> Iterator[list[Any]]:
+    """Two replicas of one process each, with a tied model; each test brings the weights that it needs."""
+    processes = start_processes(
+        tied_model, ranks=[0, 1], val_kwargs=SamplingConfig(), max_num_batched_tokens=WIDTH + 60
+    )
+    yield processes
+    for process in processes:
+        ray.kill(process)
 
 
-def prompt_batch(*, step: int = 1, validate: bool = False) -> DataProto:
-    prompts = [[10, 11, 12], [20], [2 + i % 66 for i in range(WIDTH)]]
+@pytest.fixture(scope="module")
+def process(replicas: list[Any]) -> Any:
+    """The second replica."""
+    return replicas[1]
+
+
+LONGEST = [2 + i % 66 for i in range(WIDTH)]
+
+
+def prompt_batch(
+    prompts: tuple[list[int], ...] = ([10, 11, 12], [20], LONGEST), *, step: int = 1, validate: bool = False
+) -> DataProto:
     mask = torch.tensor([[0] * (WIDTH - len(p)) + [1] * len(p) for p in prompts])
     batch = {
         "input_ids": torch.tensor([[0] * (WIDTH - len(p)) + p for p in prompts]),
         "attention_mask": mask,
         "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-        "uid": np.array(["0-0", "0-1", "0-2"], dtype=object),
+        "uid": np.array([f"0-{i}" for i in range(len(prompts))], dtype=object),
     }
     return DataProto.from_single_dict(batch, meta_info={"global_steps": step, "validate": validate})
 
@@ -195,6 +208,14 @@ def test_prompts_come_back_n_times_each_and_responses_end_where_they_should(
     assert torch.equal(output.batch["attention_mask"][:, WIDTH:], output.batch["response_mask"])
 
 
+def test_prompts_that_do_not_fit_into_one_step_are_computed_whole_in_the_next(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    call(process, "load_weights", export(tied_model[1], 2), 2)
+    output = call(process, "generate_sequences", prompt_batch((LONGEST, LONGEST[::-1], LONGEST[60:])))
+    assert_generated_by(tied_model[1], output)
+
+
 def test_greedy_responses_equal_those_of_transformers(
     process: Any, tied_model: ModelAndFolder, tiny_llama: Callable[..., ModelAndFolder]
 ) -> None:
@@ -225,6 +246,24 @@ def test_a_step_is_drawn_again_the_same_and_another_step_differs(process: Any, t
     assert torch.equal(first.batch["responses"], again.batch["responses"])
     assert torch.equal(first.batch["rollout_log_probs"], again.batch["rollout_log_probs"])
     assert not torch.equal(first.batch["responses"], other.batch["responses"])
+
+
+def test_responses_are_the_same_on_one_and_two_replicas_in_any_order_and_with_padding(
+    replicas: list[Any], tied_model: ModelAndFolder
+) -> None:
+    def drawn(process: Any, rows: list[int], *, pad_to: int = 1) -> dict[str, list[list[int]]]:
+        batch, pad_size = pad_dataproto_to_divisor(prompt_batch(step=9).select_idxs(rows), pad_to)
+        responses = call(process, "generate_sequences", batch).batch["responses"].tolist()
+        uids = batch.non_tensor_batch["uid"][: len(batch) - pad_size]
+        return {uid: responses[4 * i : 4 * i + 4] for i, uid in enumerate(uids)}
+
+    for process in replicas:
+        call(process, "load_weights", export(tied_model[1], 2), 2)
+    first, second = replicas
+    whole = drawn(first, [0, 1, 2])
+    assert drawn(first, [2, 0]) | drawn(second, [1], pad_to=2) == whole
+    assert drawn(second, [2, 1, 0]) == whole
+    assert len({tuple(tokens) for group in whole.values() for tokens in group}) == 12
 
 
 def test_responses_are_told_as_they_end_and_a_generation_can_be_given_up(
@@ -276,6 +315,7 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(process: Any, tied
     counts = torch.zeros(vocab_size)
     for step in range(8):
         batch = prompt_batch(step=step).select_idxs([1]).repeat(64)
+        batch.non_tensor_batch["uid"] = np.array([f"0-{i}" for i in range(64)], dtype=object)
         first_tokens = call(process, "generate_sequences", batch).batch["responses"][:, 0]
         counts += torch.bincount(first_tokens, minlength=vocab_size)
     probs = model(torch.tensor([[20]])).logits[0, -1].softmax(-1)

@@ -11,10 +11,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, pad_dataproto_to_divisor
 from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
 from verl_like.workers.rollout import RolloutEngine, RolloutError, base, build_rollout_engine
-from verl_like.workers.rollout.base import Completion, FinishedSample, Sampling, assemble, check_completion, step_seed
+from verl_like.workers.rollout.base import (
+    Completion,
+    FinishedSample,
+    Sampling,
+    assemble,
+    check_completion,
+    request_seed,
+)
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.weight_sync import WeightSyncError, collect_weights
 
@@ -135,6 +142,18 @@ def test_rollout_log_probs_are_renormalised_over_the_top_k_tokens(model: tuple[s
         assert float(output.batch["rollout_log_probs"][row, 0]) == pytest.approx(expected[token], abs=1e-5)
 
 
+def test_tokens_are_drawn_with_the_models_probabilities(model: tuple[str, LlamaForCausalLM]) -> None:
+    output = make_engine(model, top_k=5, n=2000, response_length=1, max_num_seqs=2000).generate_sequences(
+        prompt_batch().select_idxs([1])
+    )
+    best = model[1](torch.tensor([PROMPTS[1]])).logits[0, -1].topk(5)
+    counts = torch.bincount(output.batch["responses"][:, 0], minlength=68)
+    expected = 2000 * best.values.softmax(-1)
+    chi_square = float(((counts[best.indices] - expected) ** 2 / expected).sum())
+    assert int(counts[best.indices].sum()) == 2000
+    assert chi_square < 4 + 5 * 8**0.5  # five standard deviations above the mean of 4 degrees of freedom
+
+
 def test_validation_decodes_greedily_unless_told_otherwise(model: tuple[str, LlamaForCausalLM]) -> None:
     output = make_engine(model).generate_sequences(prompt_batch(validate=True))
     assert len(output) == 3
@@ -153,23 +172,62 @@ def test_validation_has_its_own_number_of_samples_and_temperature(model: tuple[s
     assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.5), atol=1e-5)
 
 
-def test_a_step_is_drawn_again_the_same_and_other_steps_and_replicas_differ(
-    model: tuple[str, LlamaForCausalLM],
+def drawn(engine: RolloutEngine, prompts: DataProto) -> dict[tuple[str, int], list[int]]:
+    """The response tokens by uid of the prompt and index of the sample; padding rows are left out."""
+    output = engine.generate_sequences(prompts)
+    n, is_pad = len(output) // len(prompts), prompts.batch.get("is_pad", torch.zeros(len(prompts))).tolist()
+    return {
+        (uid, k): output.batch["responses"][row * n + k].tolist()
+        for row, uid in enumerate(prompts.non_tensor_batch["uid"])
+        for k in range(n)
+        if not is_pad[row]
+    }
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_responses_do_not_depend_on_the_replica_the_other_rows_or_their_order(
+    model: tuple[str, LlamaForCausalLM], validate: bool
 ) -> None:
-    def responses(rank: int, step: int) -> list[list[int]]:
-        engine = make_engine(model, rank=rank)
-        engine.generate_sequences(prompt_batch(step=step + 100))  # whatever was drawn before does not matter
-        return engine.generate_sequences(prompt_batch(step=step)).batch["responses"].tolist()
+    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+    settings = {"n": 3, **sampling, "val_kwargs": SamplingConfig(n=2, **sampling)}
+    first, second = (make_engine(model, rank=rank, **settings) for rank in range(2))
+    batch = prompt_batch(step=3, validate=validate)
+    whole = drawn(first, batch)
+    assert len({tuple(tokens) for tokens in whole.values()}) == (6 if validate else 9)
+    assert drawn(second, batch.select_idxs([2, 0])) | drawn(first, batch.select_idxs([1])) == whole
+    assert drawn(make_engine(model, max_num_seqs=3, **settings), batch.select_idxs([2, 1, 0])) == whole
+    padded, _ = pad_dataproto_to_divisor(batch.select_idxs([1]), 3)
+    assert drawn(second, padded).items() <= whole.items()
 
-    first = responses(rank=0, step=1)
-    assert responses(rank=0, step=1) == first
-    assert responses(rank=0, step=2) != first
-    assert responses(rank=1, step=1) != first
+
+def test_other_steps_run_seeds_phases_and_prompts_draw_other_responses(model: tuple[str, LlamaForCausalLM]) -> None:
+    settings = {"ignore_eos": True, "val_kwargs": SamplingConfig(n=3, temperature=1.0)}  # 20 tokens, never equal
+    engine, twins = make_engine(model, **settings), [[20], [20]]
+    other_run = make_engine(model, **settings)
+    other_run.seed = 6
+    responses = [
+        *drawn(engine, prompt_batch(twins, step=1)).values(),
+        *drawn(engine, prompt_batch(twins, step=2)).values(),
+        *drawn(engine, prompt_batch(twins, step=1, validate=True)).values(),
+        *drawn(other_run, prompt_batch(twins, step=1)).values(),
+    ]
+    assert len({tuple(tokens) for tokens in responses}) == len(responses) == 4 * 2 * 3
 
 
-def test_every_part_of_the_step_seed_counts() -> None:
-    seeds = [step_seed(*key) for key in ((1, 2, 3, False), (1, 2, 3, True), (1, 3, 2, False), (2, 1, 3, False))]
-    assert len(set(seeds)) == 4 and step_seed(1, 2, 3, False) == seeds[0] and max(seeds) < 2**63
+def test_a_requests_seed_is_a_fixed_function_of_all_its_parts() -> None:
+    # printf "(1, 2, False, '0-17', 3)" | b2sum -l 64, without its last bit
+    assert request_seed(1, 2, False, "0-17", 3) == 9169157909155209609
+    others = [(2, 1, False, "0-17", 3), (1, 3, False, "0-17", 2), (1, 2, True, "0-17", 3), (1, 2, False, "1-17", 3)]
+    seeds = {request_seed(*key) for key in [(1, 2, False, "0-17", 3), *others]}
+    assert len(seeds) == 5 and max(seeds) < 2**63
+
+
+def test_a_prompt_that_is_there_twice_or_without_a_uid_is_refused(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match=r"several rows of the prompts \['0-1'\], which would draw the same responses"):
+        engine.generate_sequences(prompt_batch().select_idxs([0, 1, 1]))
+    with pytest.raises(ValueError, match=r"needs the column 'uid'"):
+        engine.generate_sequences(prompt_batch().select(non_tensor_batch_keys=[]))
 
 
 GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0])
@@ -251,15 +309,12 @@ def test_finished_responses_are_told_while_others_are_generated(
         assert list(sample.token_ids) == responses[mask].tolist()
 
 
-def test_nothing_is_told_of_padding_rows_or_of_prompts_without_a_uid(
-    model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
     engine = make_engine(model, max_num_seqs=3)
     padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, True])}))
     parts, output = parts_and_result(engine, padded)
     assert {sample.uid for part in parts for sample in part} == {"0-0", "0-1"} and len(output) == 9
-    assert parts_and_result(engine, prompt_batch().select(non_tensor_batch_keys=[]))[0] == []
 
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:

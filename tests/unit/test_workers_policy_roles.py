@@ -20,7 +20,9 @@ def prompts():
     rows = make_batch(rows=2).batch
     names = ("input_ids", "attention_mask", "position_ids")
     return DataProto.from_dict(
-        tensors={name: rows[name][:, :PROMPT] for name in names}, meta_info={"global_steps": 1, "validate": False}
+        tensors={name: rows[name][:, :PROMPT] for name in names},
+        non_tensors={"uid": ["0-0", "0-1"]},
+        meta_info={"global_steps": 1, "validate": False},
     )
 
 

@@ -260,7 +260,7 @@ class ActorRolloutRefWorker(TrainedWorker):
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),
         blocking=False,
-        reads=["input_ids", "attention_mask", "position_ids", "uid?"],
+        reads=["input_ids", "attention_mask", "position_ids", "uid"],
         writes=["prompts", "responses", *SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
     )
     def generate_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:

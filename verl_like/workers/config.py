@@ -325,7 +325,7 @@ class RolloutConfig(ConfigModel):
     free_cache_engine: bool = True
     """Free the engine's weights and cache while training runs; for pools that roll out and train in turn."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Most tokens the engine processes in one iteration."""
+    """Most tokens the engine processes in one iteration; on a CPU at least a whole sequence."""
     max_num_seqs: PositiveInt = 256
     """Most sequences the engine processes at once."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -98,9 +100,9 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, seed: int
+        self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]
     ) -> Generator[list[tuple[int, int, Completion]], None, None]:
-        """Draws `sampling.n` responses for each prompt; all randomness comes from `seed`.
+        """Draws `sampling.n` responses for each prompt; all randomness of response k to prompt i is `seeds[i][k]`.
 
         Yields, again and again, what has been finished since: (prompt, index among its responses, response). It is
         closed early where a response is refused or nobody wants the rest.
@@ -135,10 +137,12 @@ class RolloutEngine(ABC):
         """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.
 
         Args:
-            prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left; meta
-                `global_steps` (int: equal steps draw equal responses) and `validate` (bool, default False: sample as
-                `rollout.val_kwargs` says). The non-tensor column `uid` names the prompts in errors and in what is
-                yielded; without it, and for padding rows (`is_pad`), nothing is yielded.
+            prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left, and the
+                non-tensor column `uid`, which names the prompt in what is yielded, in errors and in the seeds; meta
+                `global_steps` (int) and `validate` (bool, default False: sample as `rollout.val_kwargs` says). A
+                response is a function of the run's seed, `global_steps`, `validate`, its prompt's uid and its index
+                among the n, up to the rounding of the logits; the other rows, their order and the number of
+                replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
 
         Returns:
             B * n rows, the n responses of a prompt one after the other: prompts (B*n, P), responses (B*n, R) padded on
@@ -148,7 +152,7 @@ class RolloutEngine(ABC):
 
         Raises:
             RuntimeError: no weights were loaded.
-            ValueError: an empty or over-long prompt, or `global_steps` missing.
+            ValueError: an empty or over-long prompt, a uid that two rows have, or `global_steps` or `uid` missing.
             RolloutError: the engine's output is not n responses of 1 to R known tokens with finite log-probabilities.
         """
         if self.policy_version is None:
@@ -157,12 +161,14 @@ class RolloutEngine(ABC):
             raise ValueError(
                 f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
             )
+        uids = prompt_uids(prompts)
         validate = bool(prompts.meta_info.get("validate", False))
         sampling = self._sampling(validate)
-        seed = step_seed(self.seed, int(prompts.meta_info["global_steps"]), self.dp_rank, validate)
-        labels = row_labels(prompts)
+        step = int(prompts.meta_info["global_steps"])
+        seeds = [[request_seed(self.seed, step, validate, uid, k) for k in range(sampling.n)] for uid in uids]
+        labels = [f"row {row} (uid {uid})" for row, uid in enumerate(uids)]
         token_lists = strip_padding(prompts, labels, self.config.prompt_length)
-        with closing(self._generate(token_lists, sampling, seed)) as generation:
+        with closing(self._generate(token_lists, sampling, seeds)) as generation:
             groups = yield from self._collect(generation, prompts, labels, sampling)
         num_cached = sum(completion.num_cached_tokens for group in groups for completion in group)
         num_prompt_tokens = sampling.n * sum(map(len, token_lists))
@@ -187,9 +193,9 @@ class RolloutEngine(ABC):
     ) -> Generator[list[FinishedSample], None, list[list[Completion]]]:
         """Checks what the engine finishes, yields it, and returns it by prompt and index."""
         vocab_size = self.hf_config.get_text_config().vocab_size
-        uids = prompts.non_tensor_batch.get("uid")
+        uids = prompts.non_tensor_batch["uid"]
         is_told_B = ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
-        is_told = is_told_B.tolist() if uids is not None and self.is_collect else [False] * len(prompts)
+        is_told = is_told_B.tolist() if self.is_collect else [False] * len(prompts)
         groups: list[dict[int, Completion]] = [{} for _ in labels]
         finished: list[FinishedSample] = []
         told = time.monotonic()
@@ -279,16 +285,32 @@ def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
     return tuple(sorted({tokenizer.eos_token_id, *more})), pad
 
 
-def step_seed(seed: int, step: int, replica: int, validate: bool) -> int:
-    """A 63-bit seed: the same for the same arguments, unrelated for others."""
-    state = np.random.SeedSequence([seed, step, replica, int(validate)]).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))
+def prompt_uids(prompts: DataProto) -> list[str]:
+    """Each row's uid.
+
+    Raises:
+        ValueError: there is no column `uid`, or two rows besides padding share one, so that they draw the same.
+    """
+    if "uid" not in prompts.non_tensor_batch:
+        raise ValueError(
+            "generate_sequences needs the column 'uid' to seed each prompt's responses; got "
+            f"{sorted(prompts.non_tensor_batch)}."
+        )
+    uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
+    is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool)).tolist()
+    counts = Counter(uid for uid, is_pad in zip(uids, is_pad_B, strict=True) if not is_pad)
+    if repeated := [uid for uid, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"generate_sequences got several rows of the prompts {repeated}, which would draw the same responses; give "
+            "each prompt once and rollout.n for the number of its responses."
+        )
+    return uids
 
 
-def row_labels(prompts: DataProto) -> list[str]:
-    """How error messages call each row: its index, and its uid where there is one."""
-    uids = prompts.non_tensor_batch.get("uid")
-    return [f"row {i}" + ("" if uids is None else f" (uid {uids[i]})") for i in range(len(prompts))]
+def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
+    """The seed of one response, 63 bits: the same for the same arguments in every process, unrelated for others."""
+    key = repr((seed, step, validate, uid, sample)).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
 
 
 def strip_padding(prompts: DataProto, labels: Sequence[str], prompt_length: int) -> list[list[int]]:

@@ -4,7 +4,15 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from verl_like.workers.rollout.base import Completion, RolloutEngine, Sampling
 from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
@@ -30,49 +38,37 @@ class HfEngine(RolloutEngine):
         self.model.generation_config = GenerationConfig()
 
     def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, seed: int
+        self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]
     ) -> Generator[list[tuple[int, int, Completion]], None, None]:
         self.wake_up()
-        torch.manual_seed(seed)
-        settings: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:
-            top_k = 0 if sampling.top_k == -1 else sampling.top_k
-            settings = {"do_sample": True, "temperature": sampling.temperature, "top_k": top_k, "top_p": sampling.top_p}
         generation = GenerationConfig(
-            **settings,
+            do_sample=False,  # `_SeededDraw` draws
             max_new_tokens=sampling.max_tokens,
-            num_return_sequences=sampling.n,
             eos_token_id=list(sampling.stop_token_ids) or None,
             pad_token_id=self.pad_token_id,
             return_dict_in_generate=True,
-            output_scores=True,
         )
         at_once = max(1, self.config.max_num_seqs // sampling.n)
         for start in range(0, len(prompts), at_once):
-            completions = self._generate_padded(prompts[start : start + at_once], sampling, generation)
+            rows = slice(start, start + at_once)
+            draw = _SeededDraw(sampling, [seed for group in seeds[rows] for seed in group])
+            completions = self._generate_padded(prompts[rows], sampling, generation, draw)
             yield [(start + i // sampling.n, i % sampling.n, completion) for i, completion in enumerate(completions)]
 
     @torch.no_grad()
     def _generate_padded(
-        self, prompts: list[list[int]], sampling: Sampling, generation: GenerationConfig
+        self, prompts: list[list[int]], sampling: Sampling, generation: GenerationConfig, draw: "_SeededDraw"
     ) -> list[Completion]:
         width = max(map(len, prompts))
         input_ids = torch.tensor([[self.pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
         attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         output = self.model.generate(
-            input_ids=input_ids.to(self.device),
-            attention_mask=attention_mask.to(self.device),
+            input_ids=input_ids.to(self.device).repeat_interleave(sampling.n, dim=0),
+            attention_mask=attention_mask.to(self.device).repeat_interleave(sampling.n, dim=0),
             generation_config=generation,
+            logits_processor=LogitsProcessorList([draw]),
         )
-        tokens = output.sequences[:, width:]
-        # Scores are the logits after temperature, top-k and top-p: their softmax is what was sampled from.
-        log_probs = torch.stack(
-            [
-                scores.float().log_softmax(-1).gather(-1, tokens[:, t : t + 1]).squeeze(-1)
-                for t, scores in enumerate(output.scores)
-            ],
-            dim=1,
-        )
+        tokens, log_probs = output.sequences[:, width:], torch.stack(draw.log_probs, dim=1)
         completions = []
         for token_row, log_prob_row in zip(tokens.tolist(), log_probs.tolist(), strict=True):
             ends = [t for t, token in enumerate(token_row) if token in sampling.stop_token_ids]
@@ -103,3 +99,35 @@ class HfEngine(RolloutEngine):
 
     def wake_up(self) -> None:
         self.model.to(self.device)
+
+
+class _SeededDraw(LogitsProcessor):
+    """Draws each row's token with a generator of its own and leaves `generate` no other choice.
+
+    The maximum of log p - log E over the tokens, with E drawn from the exponential distribution, is a draw from p (the
+    Gumbel-max trick). `log_probs` collects log p of the drawn tokens, one (rows,) tensor a step.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: list[int]) -> None:
+        self.warpers: list[LogitsProcessor] = []
+        self.generators: list[torch.Generator] = []
+        self.log_probs: list[torch.Tensor] = []
+        if sampling.temperature == 0:
+            return
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k != -1:
+            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(sampling.top_p))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for warp in self.warpers:
+            scores = warp(input_ids, scores)
+        log_probs = keys = scores.float().log_softmax(-1)
+        if self.generators:
+            noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self.generators])
+            keys = log_probs - noise.log().to(scores.device)
+        drawn = keys.argmax(-1, keepdim=True)
+        self.log_probs.append(log_probs.gather(-1, drawn).squeeze(-1))
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)

@@ -18,7 +18,7 @@ _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
 class VllmEngine(RolloutEngine):
-    """One vLLM per process. The processes of a replica compute in lockstep: same prompts, seed and result."""
+    """One vLLM per process. The processes of a replica compute in lockstep: same prompts, seeds and result."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +72,9 @@ class VllmEngine(RolloutEngine):
             disable_custom_all_reduce=True,  # that kernel looks its peers' devices up, and a process sees only its own
             max_model_len=self._max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            # On CPU vLLM stops with an error at a part of a prompt whose request has a seed, so prompts stay whole.
+            max_num_batched_tokens=max(config.max_num_batched_tokens, self._max_model_len if on_cpu else 0),
+            enable_chunked_prefill=not on_cpu,
             enable_prefix_caching=True,  # the samples of a prompt share its cache
             enforce_eager=config.enforce_eager or on_cpu,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
@@ -157,30 +159,28 @@ class VllmEngine(RolloutEngine):
         return self.llm.collective_rpc(function)[0]
 
     def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, seed: int
+        self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]
     ) -> Generator[list[tuple[int, int, Completion]], None, None]:
         import vllm
 
-        # vLLM draws from torch's default generators. Seeding a request would give it a generator of its own, and vLLM
-        # then samples row by row, many times slower.
-        torch.manual_seed(seed)
-        parameters = vllm.SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # stop_token_ids alone say what ends a response
-            logprobs=0,  # of the drawn token only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-        )
+        settings = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # stop_token_ids alone say what ends a response
+            "logprobs": 0,  # of the drawn token only
+            "flat_logprobs": True,
+            "detokenize": False,
+            "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        }
         engine = self.llm.llm_engine
-        # A request a response, which is what vLLM makes of a request for n; but those would come back together.
+        # A request a response: what vLLM makes of a request for n comes back together, with neighbouring seeds.
         running = {f"{row}.{k}": (row, k) for row in range(len(prompts)) for k in range(sampling.n)}
         try:
-            for name, (row, _) in running.items():
+            for name, (row, k) in running.items():
+                parameters = vllm.SamplingParams(seed=seeds[row][k], **settings)
                 engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompts[row]), parameters)
             while engine.has_unfinished_requests():
                 finished = [request for request in engine.step() if request.finished]
