@@ -252,9 +252,9 @@ def test_micro_batches_sum_to_the_full_mini_batch_in_loss_and_gradient(mode, siz
         loss, metrics = loss_of(rows, split)
         loss.backward()
         total += loss.item()
-        sums = {name: sums[name] + value for name, value in metrics.items()}
+        sums = {name: sums[name] + value.item() for name, value in metrics.items()}
     assert total == pytest.approx(full_loss.item(), rel=1e-12)
-    assert sums == pytest.approx(full_metrics, rel=1e-5)
+    assert sums == pytest.approx({name: value.item() for name, value in full_metrics.items()}, rel=1e-5)
     torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-15)
     assert whole.grad.abs().sum() > 0
 

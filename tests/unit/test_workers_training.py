@@ -17,12 +17,14 @@ from tiny_worker_models import (
     write_model,
     write_reward_model,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.mini_batches import MiniBatch
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -405,3 +407,37 @@ def test_a_subclass_changes_the_objective(model_path):
     half = local_group(HalvedLossActor, policy_config(model_path), role="actor", seed=1)
     metrics = metric_values(half.update_actor(data).get().meta_info["metrics"])
     assert metrics["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"] / 2, rel=1e-6)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the numbers that Python reads out of tensors; on a GPU each would wait for the device."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_an_objective_reads_no_number_from_the_device(model_path, role, monkeypatch):
+    rows = dict(make_batch().batch.items())
+    mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=0.5)
+    if role == "actor":
+        worker = actor_group(model_path, entropy_coeff=0.1, use_kl_loss=True).workers[0]
+        objective, pass_of_the_model = worker.policy_loss, "_score"
+        del rows["old_log_probs"]
+        rows["rollout_log_probs"] = rows["ref_log_prob"]
+        outputs = worker._score(rows, with_entropy=True)
+        expected = {"actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "training/rollout_probs_diff_max"}
+    else:
+        worker = critic_group(model_path).workers[0]
+        objective, pass_of_the_model = worker.value_loss, "_predict"
+        outputs, expected = worker._predict(rows), {"critic/vf_loss", "critic/vpred_mean"}
+    monkeypatch.setattr(worker, pass_of_the_model, lambda *_, **__: outputs)
+    with CountReads() as count:
+        loss, metrics = objective(rows, mini_batch)
+        assert count.reads == 0
+        loss.item()
+        assert count.reads == 1
+    assert expected <= set(metrics)

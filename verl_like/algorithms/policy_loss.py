@@ -43,7 +43,10 @@ class ClipRange:
 
 
 class PolicyLossFn(Protocol):
-    """A policy loss: returns the aggregated scalar and metrics as sums over the selected tokens of this micro-batch."""
+    """A policy loss: returns the aggregated scalar and metrics as sums over the selected tokens of this micro-batch.
+
+    The sums are scalars on the device of the loss: reading one would wait for the device in every micro-batch.
+    """
 
     def __call__(
         self,
@@ -54,7 +57,7 @@ class PolicyLossFn(Protocol):
         *,
         clip: ClipRange,
         aggregate: Aggregate,
-    ) -> tuple[torch.Tensor, dict[str, float]]: ...
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
 
 POLICY_LOSSES: dict[str, PolicyLossFn] = {}
@@ -101,7 +104,7 @@ def compute_policy_loss(
     *,
     clip: ClipRange,
     aggregate: Aggregate,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped PPO surrogate (Schulman et al., arXiv 1707.06347) with dual clip (Ye et al., arXiv 1912.09729).
 
     With r = exp(log_prob - old_log_prob), the exponent clamped to [-20, 20], and A the advantage, a token's loss is
@@ -130,12 +133,9 @@ def compute_policy_loss(
     losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
 
     with torch.no_grad():
-        sums = torch.stack(
-            [
-                masked_sum((clipped > unclipped).float(), response_mask),
-                masked_sum(-log_ratio.float(), response_mask),
-                masked_sum(((surrogate > bound) & (advantages < 0)).float(), response_mask),
-            ]
-        )
-    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    return aggregate(losses, response_mask), dict(zip(names, sums.tolist(), strict=True))
+        sums = {
+            "actor/pg_clipfrac": masked_sum((clipped > unclipped).float(), response_mask),
+            "actor/ppo_kl": masked_sum(-log_ratio.float(), response_mask),
+            "actor/pg_clipfrac_lower": masked_sum(((surrogate > bound) & (advantages < 0)).float(), response_mask),
+        }
+    return aggregate(losses, response_mask), sums

@@ -17,7 +17,7 @@ def compute_value_loss(
     cliprange_value: float,
     *,
     aggregate: Aggregate,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Half the larger of the squared errors of the prediction and of the prediction clipped around the old value.
 
     A token's loss is max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2) / 2, as in the PPO reference
@@ -32,7 +32,8 @@ def compute_value_loss(
         aggregate: `agg_loss` with its counts bound.
 
     Returns:
-        The scalar loss, and {"critic/vf_clipfrac": number of selected tokens whose loss was raised by clipping}.
+        The scalar loss, and {"critic/vf_clipfrac": number of selected tokens whose loss was raised by clipping}, a
+        scalar on the device.
     """
     vpreds = zero_masked(vpreds, response_mask)
     clipped_vpreds = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
@@ -41,4 +42,4 @@ def compute_value_loss(
     loss = 0.5 * aggregate(torch.maximum(unclipped, clipped), response_mask)
     with torch.no_grad():
         num_clipped = masked_sum((clipped > unclipped).float(), response_mask)
-    return loss, {"critic/vf_clipfrac": num_clipped.item()}
+    return loss, {"critic/vf_clipfrac": num_clipped}

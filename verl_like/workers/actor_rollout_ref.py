@@ -1,6 +1,7 @@
 """The policy in its three roles: `actor` is trained, `ref` is the frozen reference, `rollout` generates."""
 
 from collections.abc import Generator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,16 @@ from verl_like.single_controller.decorator import Dispatch, make_nd_compute_data
 from verl_like.workers.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
 from verl_like.workers.mini_batches import (
+    DeviceMetric,
     MicroBatching,
+    MicroMetrics,
     MiniBatch,
     Rows,
     UpdateSchedule,
     forward,
     per_rank_rows,
+    read_metrics,
     to_rows,
-    token_mean,
     update,
 )
 from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel
@@ -140,10 +143,11 @@ class ActorRolloutRefWorker(TrainedWorker):
             log_prob_micro_batching(self.config.rollout),
             lambda micro: self._score(micro, with_entropy=True),
         )
-        entropy = token_mean(entropys_BR.sum(), int(rows["response_mask"].sum()))
+        num_tokens = rows["response_mask"].sum().cpu()
+        (metrics,) = read_metrics([{"actor/entropy": DeviceMetric.token_mean(entropys_BR.sum(), num_tokens)}])
         return DataProto.from_dict(
             tensors={"old_log_probs": log_probs_BR, "entropys": entropys_BR},
-            meta_info={"metrics": {"actor/entropy": entropy} | stopwatch.metrics()},
+            meta_info={"metrics": metrics | stopwatch.metrics()},
         )
 
     @register(
@@ -189,7 +193,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         metrics = update(self.engine, rows, self.schedule, self.policy_loss, prefix="actor")
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
 
-    def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: clipped surrogate - entropy bonus + KL loss.
 
         Args:
@@ -200,7 +204,6 @@ class ActorRolloutRefWorker(TrainedWorker):
             The loss, and metrics that merge exactly over micro-batches and ranks.
         """
         actor, mask_BR = self.config.actor, micro["response_mask"]
-        num_tokens = int(mask_BR.sum())
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)
         old_log_prob_BR = micro.get("old_log_probs")
         with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None
@@ -215,23 +218,24 @@ class ActorRolloutRefWorker(TrainedWorker):
             clip=ClipRange(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
             aggregate=aggregate,
         )
-        metrics = {name: token_mean(total, num_tokens) for name, total in token_sums.items()}
-        metrics["actor/pg_loss"] = Metric.sum(loss.item() * mini_batch.share)
+        token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
+        metrics = {name: token_mean(total) for name, total in token_sums.items()}
+        metrics["actor/pg_loss"] = DeviceMetric.sum(loss, mini_batch.share)
         if "old_log_probs" not in micro:  # what `compute_log_prob` and the driver would have told
-            metrics["actor/entropy"] = token_mean(entropy_BR[0].detach().sum(), num_tokens)
+            metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
         if "old_log_probs" not in micro and "rollout_log_probs" in micro:
             difference_BR = zero_masked(micro["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
-            metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum(), num_tokens)
-            metrics["training/rollout_probs_diff_max"] = Metric.max(difference_BR.max().item())
+            metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())
+            metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
         if actor.entropy_coeff != 0:
             entropy_loss = aggregate(entropy_BR[0], mask_BR)
             loss = loss - actor.entropy_coeff * entropy_loss
-            metrics["actor/entropy_loss"] = Metric.sum(entropy_loss.item() * mini_batch.share)
+            metrics["actor/entropy_loss"] = DeviceMetric.sum(entropy_loss, mini_batch.share)
         if actor.use_kl_loss:
             kl_loss = aggregate(kl_penalty(log_prob_BR, micro["ref_log_prob"], actor.kl_loss_type), mask_BR)
             loss = loss + actor.kl_loss_coef * kl_loss
-            metrics["actor/kl_loss"] = Metric.sum(kl_loss.item() * mini_batch.share)
-            metrics["actor/kl_coef"] = Metric.mean(actor.kl_loss_coef)
+            metrics["actor/kl_loss"] = DeviceMetric.sum(kl_loss, mini_batch.share)
+            metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
 
     def _score(self, micro: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, ...]:

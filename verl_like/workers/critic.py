@@ -4,19 +4,20 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from verl_like.algorithms.value_loss import compute_value_loss
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import CriticConfig
 from verl_like.workers.engine import TrainingEngine, init_process_group
 from verl_like.workers.mini_batches import (
+    DeviceMetric,
     MicroBatching,
+    MicroMetrics,
     MiniBatch,
     Rows,
     UpdateSchedule,
     forward,
     per_rank_rows,
     to_rows,
-    token_mean,
     update,
 )
 from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel
@@ -122,7 +123,7 @@ class CriticWorker(TrainedWorker):
         metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic")
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
 
-    def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's clipped squared error.
 
         Args:
@@ -133,7 +134,7 @@ class CriticWorker(TrainedWorker):
             The loss, and metrics that merge exactly over micro-batches and ranks.
         """
         mask_BR = micro["response_mask"]
-        num_tokens = int(mask_BR.sum())
+        num_tokens = mask_BR.sum()
         vpreds_BR = self._predict(micro)
         loss, token_sums = compute_value_loss(
             vpreds_BR,
@@ -143,9 +144,9 @@ class CriticWorker(TrainedWorker):
             self.config.cliprange_value,
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
-        metrics = {name: token_mean(total, num_tokens) for name, total in token_sums.items()}
-        metrics["critic/vf_loss"] = Metric.sum(loss.item() * mini_batch.share)
-        metrics["critic/vpred_mean"] = token_mean(vpreds_BR.sum().item(), num_tokens)
+        metrics = {name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()}
+        metrics["critic/vf_loss"] = DeviceMetric.sum(loss, mini_batch.share)
+        metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics
 
     def _predict(self, micro: Rows) -> torch.Tensor:

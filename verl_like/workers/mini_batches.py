@@ -66,7 +66,34 @@ class UpdateSchedule:
     """Passes over the rows."""
 
 
-MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, dict[str, Metric]]]
+@dataclass(frozen=True)
+class DeviceMetric:
+    """A metric whose numbers are still on the device: fetching them waits for all that the device has to do."""
+
+    numbers: tuple[torch.Tensor, ...]
+    """Scalars, without their graph."""
+    finish: Callable[..., Metric]
+    """(the numbers as floats) -> the metric."""
+
+    @classmethod
+    def sum(cls, value: torch.Tensor, factor: float) -> "DeviceMetric":
+        """`value` times `factor`, added up over micro-batches and ranks."""
+        return cls((value.detach(),), lambda number: Metric.sum(number * factor))
+
+    @classmethod
+    def max(cls, value: torch.Tensor) -> "DeviceMetric":
+        return cls((value.detach(),), Metric.max)
+
+    @classmethod
+    def token_mean(cls, total: torch.Tensor, num_tokens: torch.Tensor) -> "DeviceMetric":
+        """The mean of a quantity summed over tokens; it stays a mean over all tokens when merged."""
+        numbers = total.detach(), num_tokens
+        return cls(numbers, lambda total, tokens: Metric.mean(total / max(tokens, 1), weight=tokens))
+
+
+MicroMetrics = dict[str, DeviceMetric]
+
+MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, MicroMetrics]]
 """(rows of a micro-batch, its mini-batch) -> the micro-batch's share of the loss, and its metrics."""
 
 
@@ -118,11 +145,13 @@ def update(
     lr = engine.lr
     with engine.on_device(train=True):
         for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
+            unread: list[MicroMetrics] = []
             for index, micro_batch in enumerate(mini_batch.micro_batches):
                 micro_loss, micro_metrics = loss(_select(rows, micro_batch), mini_batch)
                 engine.backward(micro_loss, is_last=index == len(mini_batch.micro_batches) - 1)
-                metrics += [micro_metrics, {f"{prefix}/loss": Metric.sum(micro_loss.item() * mini_batch.share)}]
+                unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.sum(micro_loss, mini_batch.share)}]
             steps.append(engine.step())
+            metrics += read_metrics(unread)
     engine.training_steps += 1
     metrics += [{f"{prefix}/grad_norm": Metric.mean(step.grad_norm)} for step in steps if not step.skipped]
     own = {
@@ -132,9 +161,13 @@ def update(
     return merge_metrics([*metrics, own, memory_metrics(engine.device, prefix)])
 
 
-def token_mean(total: float | torch.Tensor, num_tokens: int) -> Metric:
-    """The mean of a quantity summed over `num_tokens` tokens; it stays a mean over all tokens when merged."""
-    return Metric.mean(float(total) / max(num_tokens, 1), weight=num_tokens)
+def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
+    """Fetches the numbers of all metrics from the device in one transfer."""
+    numbers = [number.double() for part in parts for metric in part.values() for number in metric.numbers]
+    read = iter(torch.stack(numbers).tolist())
+    return [
+        {name: metric.finish(*(next(read) for _ in metric.numbers)) for name, metric in part.items()} for part in parts
+    ]
 
 
 def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
