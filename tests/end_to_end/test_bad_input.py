@@ -1,5 +1,6 @@
 """Bad input is refused before Ray starts, with what, value, why and fix, and loses nothing."""
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from runs import data_row, tiny_run_settings
 
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_config
-from verl_like.trainer.run_ppo import run_ppo
+from verl_like.trainer.run_ppo import check_inputs, run_ppo
 
 Refusal = Callable[..., str]
 
@@ -89,6 +90,31 @@ def test_a_reward_function_that_cannot_work_is_found_on_row_0(
     )
     message = refusal(f"custom_reward_function.path={tmp_path / 'reward.py'}", "reward.timeout_s=1.0")
     assert expected in message
+
+
+def two_data_sources(folder: Path) -> list[str]:
+    """Rows that the built-in rewards score, and, behind them, rows of a data source that none scores."""
+    rows = [data_row(i) | {"data_source": source} for i, source in enumerate(["exact_match"] * 6 + ["unheard/of"] * 2)]
+    (folder / "two.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [f"data.train_files={folder / 'two.jsonl'}", "custom_reward_function.path=null"]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "score"])
+def test_a_data_source_without_a_reward_is_refused_wherever_its_rows_are(
+    refusal: Refusal, tmp_path: Path, on_error: str
+):
+    message = refusal(*two_data_sources(tmp_path), f"reward.on_error={on_error}")
+    assert "row 6" in message and "no reward is registered for data_source 'unheard/of'" in message
+
+
+def test_a_data_source_without_a_reward_is_a_warning_where_the_run_skips_its_rows(
+    tmp_path: Path, tiny_llama: Callable, caplog: pytest.LogCaptureFixture
+):
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *two_data_sources(tmp_path), "reward.on_error=skip"]
+    with contextlib.ExitStack() as cleanup:
+        assert check_inputs(load_config(settings), cleanup).scorer is not None
+    (warning,) = [record.getMessage() for record in caplog.records if "check of the reward" in record.getMessage()]
+    assert "failed for 1 of 2" in warning and "unheard/of" in warning and "reward.on_error=skip" in warning
 
 
 def test_pools_that_do_not_fit_this_machine_are_refused_with_the_sums(refusal: Refusal):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl_like.rewards import process
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardSample
 
 REWARD_FILE = """
@@ -25,6 +26,7 @@ def inner(number):
     return 1 / number
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    if solution_str.startswith("long wait"): time.sleep(0.01)
     if solution_str == "divide": return inner(0)
     if solution_str == "own error": raise OwnError("this", "that")
     if solution_str == "leave": sys.exit(0)
@@ -133,9 +135,9 @@ def test_a_callable_object_is_a_reward_function(reward_file: str) -> None:
 def test_the_default_function_scores_by_data_source_and_names_an_unknown_one() -> None:
     manager = RewardManager(RewardFunctionSpec(), num_workers=1)
     right = RewardSample("0-0", "openai/gsm8k", "so #### 72", "72")
-    assert manager.check(right).scores.tolist() == [1.0]
+    assert manager.submit([right]).get().scores.tolist() == [1.0]
     with pytest.raises(RewardError, match=r"uid '0-1' \(data_source 'unheard/of'\).*no reward is registered"):
-        manager.check(RewardSample("0-1", "unheard/of", "so #### 72", "72"))
+        manager.submit([RewardSample("0-1", "unheard/of", "so #### 72", "72")]).get()
     manager.close()
 
 
@@ -146,10 +148,13 @@ def test_submit_returns_at_once(failing: RewardManager) -> None:
     assert pending.done() and pending.get().scores.tolist() == [1.0]
 
 
-def test_get_raises_at_its_deadline_and_can_be_called_again(failing: RewardManager) -> None:
+def test_the_deadline_of_a_batch_is_a_named_error_that_a_run_reports(failing: RewardManager) -> None:
     pending = failing.submit([sample("sleep 1", 4), sample("fine", 5)])
-    with pytest.raises(TimeoutError, match="2 of 2 samples were not scored in time, the first is uid '0-4'"):
-        pending.get(timeout=0.05)
+    assert pending._longest_s > 2 * failing.timeout_s  # both may hang
+    pending._longest_s = 0.05
+    with pytest.raises(RewardError, match=r"2 of 2 samples were not scored within 0 s, the first is uid '0-4'"):
+        pending.get()
+    pending._longest_s = 60
     assert pending.get().scores.tolist() == [1.0, 1.0]
 
 
@@ -162,13 +167,15 @@ def test_a_failing_sample_is_skipped_and_the_others_are_scored(skipping: RewardM
     assert (result.num_errors, result.num_timeouts) == (1, 0)
 
 
-@pytest.mark.parametrize("cause", ["hang", "exit 0"])
-def test_a_sample_without_an_answer_costs_only_its_own_worker(skipping: RewardManager, cause: str) -> None:
+@pytest.mark.parametrize(("cause", "counts"), [("hang", (0, 1)), ("exit 0", (1, 0))])
+def test_a_sample_without_an_answer_costs_only_its_own_worker(
+    skipping: RewardManager, cause: str, counts: tuple[int, int]
+) -> None:
     samples = [sample("a", index) for index in range(64)]
     samples[10] = sample(cause, 10)
     result = skipping.submit(samples).get()
     assert np.flatnonzero(result.skipped).tolist() == [10]
-    assert (result.num_errors, result.num_timeouts) == (0, 1)
+    assert (result.num_errors, result.num_timeouts) == counts
     assert skipping.submit(samples[:10]).get().scores.tolist() == [1.0] * 10
 
 
@@ -188,8 +195,8 @@ def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
         ("own error", ["OwnError: this and that"]),
         ("leave", ["SystemExit: 0"]),
         ("hang", ["no answer within reward.timeout_s=3 s"]),
-        ("exit 3", ["the worker process died with exit code 3"]),
-        ("segfault", [f"the worker process died with exit code {-signal.SIGSEGV}"]),
+        ("exit 3", ["its worker process is gone: it died with exit code 3"]),
+        ("segfault", [f"it died with exit code {-signal.SIGSEGV}"]),
         ("return nan", ["the function returned nan (nan), expected a finite number"]),
         ("return inf", ["the function returned inf"]),
         ("return huge", ["the function returned 1e+39"]),
@@ -230,21 +237,110 @@ def test_results_that_are_accepted(failing: RewardManager, returned: str, score:
     assert result.num_errors == 0
 
 
-def test_check_fails_whatever_the_policy_is(skipping: RewardManager) -> None:
-    with pytest.raises(RewardError, match=r"the check of the reward function failed: .*ZeroDivisionError"):
-        skipping.check(sample("divide"))
-    assert skipping.check(sample("fine")).scores.tolist() == [1.0]
+@pytest.mark.parametrize("manager_name", ["failing", "skipping"])
+def test_a_check_refuses_every_sample_that_fails_or_warns_where_the_run_would_skip_it(
+    manager_name: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = request.getfixturevalue(manager_name)
+    manager.check([sample("fine"), sample("return none")])
+    assert not caplog.messages
+    samples = [sample("divide", 3), sample("fine", 4), sample("return text", 5)]
+    if manager_name == "failing":
+        with pytest.raises(RewardError) as error:
+            manager.check(samples)
+        text = str(error.value)
+    else:
+        manager.check(samples)
+        (text,) = caplog.messages
+    for word in ["failed for 2 of 3", "uid '0-3'", "ZeroDivisionError", "uid '0-5'", "the function returned a str"]:
+        assert word in text
 
 
-def test_workers_killed_while_idle_are_replaced(reward_file: str) -> None:
+LONG = "long wait" + "x" * 20_000  # four of these fill a pipe
+
+
+def test_processes_killed_while_they_wait_are_replaced(reward_file: str) -> None:
     before = set(worker_pids(os.getpid()))
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2)
     workers = set(worker_pids(os.getpid())) - before
     assert len(workers) == 2
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
-    assert manager.submit([sample("a", index) for index in range(8)]).get().scores.tolist() == [1.0] * 8
+    assert manager.submit([sample(LONG, index) for index in range(60)]).get().scores.tolist() == [1.0] * 60
     manager.close()
+
+
+def test_processes_killed_while_they_score_cost_one_sample_each(reward_file: str) -> None:
+    before = set(worker_pids(os.getpid()))
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, on_error="skip")
+    workers = set(worker_pids(os.getpid())) - before
+    pending = manager.submit([sample(LONG, index) for index in range(60)])
+    while not any(future.done() for future in pending._futures):
+        time.sleep(0.001)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    result = pending.get()
+    manager.close()
+    assert result.num_errors == result.skipped.sum() <= 2 and result.num_timeouts == 0
+    assert result.scores.sum() == 60 - result.num_errors
+
+
+DYING_IMPORT = """
+import os, pathlib
+marker = pathlib.Path(__file__).with_name("how_often_an_import_dies")
+num_deaths = int(marker.read_text()) if marker.exists() else 0
+if num_deaths:
+    marker.write_text(str(num_deaths - 1))
+    os._exit(7)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "exit": os._exit(3)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def dying(tmp_path: Path) -> Iterator[tuple[RewardManager, Path]]:
+    """A manager of one process, and the file that says how often its replacements die while they import."""
+    (tmp_path / "dying_reward.py").write_text(DYING_IMPORT)
+    spec = RewardFunctionSpec(str(tmp_path / "dying_reward.py"))
+    manager = RewardManager(spec, num_workers=1, timeout_s=3.0, on_error="skip")
+    yield manager, tmp_path / "how_often_an_import_dies"
+    manager.close()
+
+
+def test_a_process_that_dies_while_it_imports_costs_no_sample(dying: tuple[RewardManager, Path]) -> None:
+    manager, how_often = dying
+    how_often.write_text("2")
+    result = manager.submit([sample("exit"), *[sample(LONG, index) for index in range(1, 60)]]).get()
+    assert how_often.read_text() == "0"
+    assert result.scores.tolist() == [0.0] + [1.0] * 59 and (result.num_errors, result.num_timeouts) == (1, 0)
+
+
+def test_processes_that_can_no_longer_import_are_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
+    manager, how_often = dying
+    how_often.write_text("9")
+    pending = manager.submit([sample("exit"), *[sample(LONG, index) for index in range(1, 60)]])
+    with pytest.raises(RewardError, match=r"3 reward processes in a row ended before .*exit code 7.*out of memory"):
+        pending.get()
+
+
+def test_a_function_that_can_no_longer_be_loaded_is_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
+    manager, how_often = dying
+    how_often.with_name("dying_reward.py").write_text("import no_such_module")
+    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*No module named 'no_such_module'"):
+        manager.submit([sample("exit"), sample("a")]).get()
+
+
+def test_a_stopped_process_that_waits_is_replaced(reward_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(worker_pids(os.getpid()))
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1)
+    (worker,) = set(worker_pids(os.getpid())) - before
+    os.kill(worker, signal.SIGSTOP)
+    monkeypatch.setattr(process, "START_S", 1.5)
+    assert manager.submit([sample(LONG)]).get().scores.tolist() == [1.0]
+    manager.close()
+    assert not is_running(worker)
 
 
 def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file: str) -> None:
@@ -314,7 +410,7 @@ def test_settings_out_of_range_are_refused() -> None:
 def worker_pids(driver: int) -> list[int]:
     """The reward workers among a process's children."""
     children = [pid for task in Path(f"/proc/{driver}/task").glob("*/children") for pid in task.read_text().split()]
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_running(pid: int) -> bool:

@@ -1,37 +1,26 @@
 """Scores samples in worker processes: isolated from the driver, with a deadline for every sample."""
 
-import json
 import logging
 import math
-import os
+import queue
+import signal
 import time
-from collections.abc import Mapping
-from concurrent.futures import CancelledError
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from verl_like.rewards import worker
-from verl_like.rewards.light_process import LightSpawnContext
+from verl_like.rewards.process import START_S, ProcessDied, RewardFunctionSpec, RewardProcess
+
+__all__ = ["RewardError", "RewardFunctionSpec", "RewardManager", "RewardResult", "RewardSample"]
 
 logger = logging.getLogger(__name__)
 
-_START_S = 60.0  # a worker starts and imports the user's module within this time
-_RESTART_S = 5.0  # and, on average, is replaced within this time after a hung sample
-_POOL_ATTEMPTS = 3
+_RESTART_S = 5.0  # what replacing a process takes on average beside loading the function
+_ATTEMPTS = 3
 _POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (score it 0)"
-
-
-@dataclass(frozen=True)
-class RewardFunctionSpec:
-    """Which reward function to load, see `load_reward_function`; the defaults mean the rewards by data source."""
-
-    path: str | None = None
-    name: str = "compute_score"
-    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,10 +66,10 @@ class _Answer:
 class RewardManager:
     """Runs one reward function in `num_workers` processes that load it once.
 
-    A sample that hangs costs its worker process, which is killed after `timeout_s` and replaced; one that crashes the
-    process likewise. What then happens to the sample is `on_error`: "fail" raises `RewardError` from `get`, "skip"
-    marks it as skipped, "score" scores it 0. Create it in a thread that lives as long as the manager: on
-    Linux the workers are killed when the thread that started them ends.
+    Each process has one sample at a time and a thread that waits for it, so what happens to a process concerns that
+    sample alone. One that hangs is killed after `timeout_s` and replaced; one that dies likewise. What then happens to
+    its sample is `on_error`: "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. A
+    process that dies while it loads the function or waits is replaced, and no sample is lost.
 
     Raises:
         ValueError: the function cannot be loaded.
@@ -99,23 +88,34 @@ class RewardManager:
             raise ValueError(
                 f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at least 1 and above 0"
             )
-        self.reward_fn = reward_fn
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.on_error = on_error
-        self._futures: list[ProcessFuture] = []
-        self._pool = self._start_pool()
+        self._is_closed = False
+        self._futures: list[Future[_Answer]] = []
+        self._processes = [RewardProcess(reward_fn, timeout_s) for _ in range(num_workers)]
+        self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._free.put(process)
+        # The processes inherit the mask: Ctrl-C is for the driver, which then stops them.
+        self._threads = ThreadPoolExecutor(
+            num_workers, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})
+        )
+        started = time.monotonic()
+        loading = [self._threads.submit(process.start) for process in self._processes]
         try:
-            problem = self._pool.schedule(worker.load_error).result(timeout=_START_S)
-        except (TimeoutError, BrokenProcessPool, ProcessExpired) as error:
+            for future in loading:
+                future.result()  # which has deadlines of its own
+        except ProcessDied as error:
             self.close()
             raise ValueError(
-                f"custom_reward_function.path={reward_fn.path}: the worker process did not survive loading it within "
-                f"{_START_S:.0f} s ({type(error).__name__}): load the file with python to see why"
+                f"custom_reward_function.path={reward_fn.path}: the worker process did not survive loading it "
+                f"({error}): load the file with python to see why"
             ) from error
-        if problem is not None:
+        except BaseException:
             self.close()
-            raise ValueError(problem)
+            raise
+        self.restart_s = _RESTART_S + time.monotonic() - started
 
     def submit(self, samples: list[RewardSample]) -> "PendingRewards":
         """Starts scoring and returns at once."""
@@ -129,42 +129,72 @@ class RewardManager:
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
-    def check(self, sample: RewardSample) -> RewardResult:
-        """Scores one sample (row 0 with an empty or invented response) before training.
+    def check(self, samples: list[RewardSample]) -> None:
+        """Scores samples with an invented response before training.
 
         Raises:
-            RewardError: it fails, whatever `on_error` says: a function that fails on row 0 is wrong.
+            RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning.
         """
-        pending = self.submit([sample])
-        answer = pending.answers(timeout=None)[0]
-        if answer.error:
-            raise RewardError(f"the check of the reward function failed: {answer.error}")
-        return pending.get()
+        errors = [answer.error for answer in self.submit(samples).answers() if answer.error]
+        if not errors:
+            return
+        message = "\n".join([f"the check of the reward function failed for {len(errors)} of {len(samples)}:", *errors])
+        if self.on_error != "skip":
+            raise RewardError(f"{message}\nFix the function or the rows' data_source.")
+        logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
 
     def close(self) -> None:
         """Stops the worker processes; samples that are still being scored are cancelled."""
-        for future in self._futures:
-            future.cancel()
-        self._pool.stop()
-        self._pool.join()
+        self._is_closed = True
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.stop()
 
-    def schedule(self, sample: RewardSample) -> ProcessFuture:
-        """One task of the pool. A pool that broke (a worker was killed while it was idle) is replaced."""
-        if not self._pool.active:
-            logger.warning("the reward worker processes died while idle and are started again")
-            self._pool.stop()
-            self._pool.join()
-            self._pool = self._start_pool()
-        arguments = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
-        future = self._pool.schedule(worker.score_sample, args=arguments, timeout=self.timeout_s)
+    def schedule(self, sample: RewardSample) -> "Future[_Answer]":
+        """Scores one sample as soon as a process is free."""
+        future = self._threads.submit(self._score, sample)
         self._futures.append(future)
         return future
 
-    def _start_pool(self) -> ProcessPool:
-        spec = self.reward_fn
-        arguments = (os.getpid(), spec.path, spec.name, dict(spec.reward_kwargs), self.timeout_s)
-        return ProcessPool(
-            self.num_workers, initializer=worker.initialize, initargs=arguments, context=LightSpawnContext()
+    def _score(self, sample: RewardSample) -> _Answer:
+        """Runs in a thread of its own; raises RewardError if no process can be started any more."""
+        process = self._free.get_nowait()  # there are as many as threads
+        try:
+            self._begin(process, sample)
+            answer = process.answer()
+        except ProcessDied as error:
+            if self._is_closed:
+                raise CancelledError from error
+            return _failed(sample, f"its worker process is gone: {error}")
+        except TimeoutError:
+            limit = f"reward.timeout_s={self.timeout_s:g} s"
+            cause = f"no answer within {limit}, its process was killed (standard error says where it hung)"
+            return _failed(sample, cause, timed_out=True)
+        finally:
+            self._free.put(process)
+        if "error" in answer:
+            where = f"\n  at {answer['where']}" if answer["where"] else ""
+            return _failed(sample, f"{answer['message']}{where}", ran=tuple(answer["ran"]))
+        return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
+
+    def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
+        """Gets a process to take the sample up; one that died while it waited, or while it loads, is replaced."""
+        causes = []
+        for _ in range(_ATTEMPTS):
+            try:
+                return process.begin(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
+            except ProcessDied as error:
+                if self._is_closed:
+                    raise
+                causes.append(str(error))
+                logger.warning("a reward process ended while it waited or loaded: %s; another one is started", error)
+            except ValueError as error:
+                raise RewardError(f"the reward function cannot be loaded any more: {error}") from error
+        raise RewardError(
+            f"{_ATTEMPTS} reward processes in a row ended before they took up a sample ({'; '.join(causes)}): the "
+            "machine may be out of memory, or the function's module ends its process"
         )
 
 
@@ -174,11 +204,9 @@ class PendingRewards:
     def __init__(self, manager: RewardManager, num_samples: int, num_ahead: int) -> None:
         self._manager = manager
         self._samples: list[RewardSample | None] = [None] * num_samples
-        self._futures: list[ProcessFuture | None] = [None] * num_samples
-        self._answers: list[_Answer] | None = None
-        self._error: RewardError | None = None
+        self._futures: list[Future[_Answer] | None] = [None] * num_samples
         rounds = math.ceil((num_ahead + num_samples) / manager.num_workers)
-        self._longest_s = _START_S + rounds * (manager.timeout_s + _RESTART_S)
+        self._longest_s = START_S + rounds * (manager.timeout_s + manager.restart_s)
 
     def submit(self, index: int, sample: RewardSample) -> None:
         """Starts scoring the sample that comes `index`-th in the result."""
@@ -194,15 +222,22 @@ class PendingRewards:
         """True when `get` does not wait."""
         return all(future is not None and future.done() for future in self._futures)
 
-    def get(self, timeout: float | None = None) -> RewardResult:
-        """Waits for all samples, at most `timeout` seconds (default: as long as it takes if every sample hangs).
+    def get(self) -> RewardResult:
+        """Waits for all samples, at most as long as it takes if every one of them hangs.
 
         Raises:
-            RewardError: under on_error="fail", the first sample in order that could not be scored.
-            TimeoutError: samples are missing at the deadline.
+            RewardError: under on_error="fail", the first sample in order that could not be scored; under any, when no
+                process can be started any more, or samples are missing at the deadline.
         """
-        answers = self.answers(timeout)
         manager = self._manager
+        answers = []
+        for answer in self.answers():
+            answers.append(answer)
+            if answer.error and manager.on_error == "fail":
+                for future in self._futures:
+                    assert future is not None
+                    future.cancel()
+                raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
         errors = [answer for answer in answers if answer.error]
         if errors and manager.on_error == "score":
             answers = [replace(answer, score=0.0) if answer.error else answer for answer in answers]
@@ -221,55 +256,21 @@ class PendingRewards:
             ran=[answer.ran for answer in answers if answer.ran is not None],
         )
 
-    def answers(self, timeout: float | None) -> list[_Answer]:
-        """Every sample's outcome; raises at the first error if the policy is to fail."""
-        if self._error is not None:
-            raise self._error
-        if self._answers is None:
-            deadline = time.monotonic() + (self._longest_s if timeout is None else timeout)
-            answers = []
-            for index in range(len(self._samples)):
-                answers.append(self._wait(index, deadline))
-                if answers[-1].error and self._manager.on_error == "fail":
-                    self._error = RewardError(f"{answers[-1].error}\nFix the function, or set {_POLICIES}.")
-                    for future in self._futures:
-                        assert future is not None
-                        future.cancel()
-                    raise self._error
-            self._answers = answers
-        return self._answers
-
-    def _wait(self, index: int, deadline: float) -> _Answer:
-        sample = self._samples[index]
-        assert sample is not None, f"sample {index} of {len(self._samples)} was never submitted"
-        for _ in range(_POOL_ATTEMPTS):
-            future = self._futures[index]
-            assert future is not None
+    def answers(self) -> Iterator[_Answer]:
+        """Every sample's outcome, in order, each as soon as it is there; raises as `get` does under any policy."""
+        deadline = time.monotonic() + self._longest_s
+        for sample, future in zip(self._samples, self._futures, strict=True):
+            assert sample is not None and future is not None, "a sample was never submitted"
             try:
-                reply = future.result(timeout=max(0.0, deadline - time.monotonic()))
-            except BrokenProcessPool:  # says nothing about this sample: no worker was scoring one when the pool broke
-                self._futures[index] = self._manager.schedule(sample)
-                continue
-            except ProcessExpired as error:
-                return _failed(sample, f"the worker process died with exit code {error.exitcode}")
+                yield future.result(timeout=max(0.0, deadline - time.monotonic()))
             except CancelledError:
                 raise RuntimeError(f"sample uid {sample.uid!r} was not scored: the manager was closed") from None
-            except TimeoutError as error:
-                if future.done() and future.exception() is error:  # this sample's own deadline
-                    limit = f"reward.timeout_s={self._manager.timeout_s:g} s"
-                    cause = f"no answer within {limit}, its process was killed (standard error says where it hung)"
-                    return _failed(sample, cause, timed_out=True)
+            except TimeoutError:
                 num_missing = sum(future is None or not future.done() for future in self._futures)
-                raise TimeoutError(
-                    f"{num_missing} of {len(self._samples)} samples were not scored in time, the first is uid "
-                    f"{sample.uid!r}: raise reward.num_workers, or lower reward.timeout_s"
+                raise RewardError(
+                    f"{num_missing} of {len(self._samples)} samples were not scored within {self._longest_s:.0f} s, "
+                    f"the first is uid {sample.uid!r}: raise reward.num_workers, or lower reward.timeout_s"
                 ) from None
-            answer = json.loads(reply)
-            if "error" in answer:
-                where = f"\n  at {answer['where']}" if answer["where"] else ""
-                return _failed(sample, f"{answer['message']}{where}", ran=tuple(answer["ran"]))
-            return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
-        return _failed(sample, f"its worker processes died {_POOL_ATTEMPTS} times")
 
 
 def _failed(

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.rewards.loader import load_reward_function
@@ -25,20 +26,33 @@ _FLOAT32_MAX = 3.4e38  # scores become float32
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 
 _reward_fn: functools.partial[Any] | None = None
-_load_error: str | None = None
 _timeout_s = 0.0
 _runner: asyncio.Runner | None = None
 _user_file: str | None = None  # the file of the user's function, None for the rewards by data source
 
 
-def initialize(
-    parent_pid: int, path: str | None, name: str, reward_kwargs: Mapping[str, Any], timeout_s: float
-) -> None:
-    """Prepares the process. A function that cannot be loaded is kept as text: raising here would break the pool."""
-    global _load_error, _reward_fn, _runner, _timeout_s, _user_file
+def serve(socket_fd: int, parent_pid: int) -> None:
+    """The life of a worker process: loads the function that it is told first, then scores what comes, one by one.
+
+    It says whether the function could be loaded, and of each sample that it begins, and then the answer.
+    """
     _die_with_the_driver(parent_pid)
-    # The pool's handler runs Python code, which a function stuck in C (a regular expression) never gets to.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.set_inheritable(socket_fd, False)
+    connection = Connection(socket_fd)
+    problem = load(*connection.recv())
+    connection.send_bytes(json.dumps({"load_error": problem}).encode())
+    while True:
+        try:
+            arguments = connection.recv()
+        except (EOFError, ConnectionResetError):  # the driver is gone
+            return
+        connection.send_bytes(b'{"begun": true}')
+        connection.send_bytes(score_sample(*arguments).encode())
+
+
+def load(path: str | None, name: str, reward_kwargs: Mapping[str, Any], timeout_s: float) -> str | None:
+    """Loads the reward function; returns why it cannot be loaded, or None."""
+    global _reward_fn, _runner, _timeout_s, _user_file
     _timeout_s = timeout_s
     _runner = asyncio.Runner()
     try:
@@ -46,14 +60,10 @@ def initialize(
         code = getattr(inspect.unwrap(_reward_fn.func), "__code__", None)  # None for a callable object
         _user_file = None if path is None or code is None else code.co_filename
     except ValueError as error:
-        _load_error = str(error)
+        return str(error)
     except BaseException as error:
-        _load_error = f"custom_reward_function.path={path} fails on import: {_describe(error)['message']}"
-
-
-def load_error() -> str | None:
-    """Why the reward function cannot be loaded, or None."""
-    return _load_error
+        return f"custom_reward_function.path={path} fails on import: {_describe(error)['message']}"
+    return None
 
 
 def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> str:

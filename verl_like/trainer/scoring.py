@@ -33,15 +33,18 @@ class RuleScorer:
         self._number_of_process: dict[int, int] = {}
 
     def check(self, dataset: PromptDataset) -> None:
-        """Scores the ground truth of the first row, so that a function that cannot work is refused before training.
+        """Scores the ground truth of the first row of each data source, so that what cannot work is seen before a run.
 
         Raises:
-            RewardError: the function raised, hung or returned something that is not a score.
+            RewardError: the function raised, hung or returned something that is not a score, or a data source has none.
+                Under reward.on_error=skip, where the run leaves such rows out, it is a warning.
         """
-        row = next((row for row in dataset if self.scores_every_row or has_rule(row["reward_model"])), None)
-        if row is not None:
-            truth = row["reward_model"].get("ground_truth")
-            self.manager.check(RewardSample("row 0", row["data_source"], str(truth), truth, row["extra_info"]))
+        first: dict[str, RewardSample] = {}
+        for row in dataset:
+            source, truth = row["data_source"], row["reward_model"].get("ground_truth")
+            if source not in first and (self.scores_every_row or has_rule(row["reward_model"])):
+                first[source] = RewardSample(f"row {row['index']}", source, str(truth), truth, row["extra_info"])
+        self.manager.check(list(first.values()))
 
     def expect(self, prompts: DataProto, num_samples: int) -> "PendingScores":
         """For `num_samples` responses to each of the (B,) prompts, which are still being generated."""

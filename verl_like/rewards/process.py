@@ -1,0 +1,153 @@
+"""One reward worker process, asked over a socket of its own: what happens to it concerns no other."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+START_S = 60.0  # a process starts and imports the user's module within this time
+_TRANSFER_S = 60  # and goes on reading or writing a message within this time
+_EXIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class RewardFunctionSpec:
+    """Which reward function to load, see `load_reward_function`; the defaults mean the rewards by data source."""
+
+    path: str | None = None
+    name: str = "compute_score"
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ProcessDied(RuntimeError):
+    """A process ended that should not have."""
+
+
+class RewardProcess:
+    """A worker process, and the one that replaces it when it ended.
+
+    The interpreter is started anew and imports the driver's `__main__` as little as its other modules. One thread at a
+    time uses it; `kill` may be called from any.
+    """
+
+    def __init__(self, reward_fn: RewardFunctionSpec, timeout_s: float) -> None:
+        self.reward_fn = reward_fn
+        self.timeout_s = timeout_s
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._is_killed = False
+
+    def start(self) -> None:
+        """Starts it, unless it runs, and waits until it has loaded the reward function.
+
+        Raises:
+            ProcessDied: it did not survive that.
+            ValueError: the function cannot be loaded.
+        """
+        if self._popen is not None:
+            return
+        self._spawn()
+        spec = self.reward_fn
+        self._send((spec.path, spec.name, dict(spec.reward_kwargs), self.timeout_s))
+        try:
+            problem = self._receive(START_S)["load_error"]
+        except TimeoutError:
+            self.stop()
+            raise ProcessDied(f"it did not load the reward function within {START_S:.0f} s") from None
+        if problem is not None:
+            self.stop()
+            raise ValueError(problem)
+
+    def begin(self, *arguments: Any) -> None:
+        """Hands a sample to it (the arguments of `score_sample`), starting it if need be; returns once it scores it.
+
+        Raises:
+            ProcessDied: before it began, so the sample has nothing to do with it.
+            ValueError: the function cannot be loaded any more.
+        """
+        self.start()
+        self._send(arguments)
+        try:
+            self._receive(START_S)
+        except TimeoutError:
+            self.stop()
+            raise ProcessDied(f"it took up no sample for {START_S:.0f} s") from None
+
+    def answer(self) -> dict[str, Any]:
+        """What `score_sample` says of the sample that was begun.
+
+        Raises:
+            ProcessDied: while it scored the sample.
+            TimeoutError: it scored for longer than `timeout_s` and was stopped.
+        """
+        try:
+            return self._receive(self.timeout_s)
+        except TimeoutError:
+            self.stop()
+            raise
+
+    def kill(self) -> None:
+        """Ends it for good, whatever another thread waits for; `stop` afterwards, when no thread uses it."""
+        with self._lock:
+            self._is_killed = True
+            if self._popen is not None:
+                self._popen.kill()
+                self._socket.shutdown(socket.SHUT_RDWR)  # children of the function may hold the other end open
+
+    def stop(self) -> int:
+        """Ends it if it runs; returns its exit code."""
+        with self._lock:
+            if self._popen is None:
+                return 0
+            self._popen.kill()
+            exit_code = self._popen.wait(timeout=_EXIT_S)
+            self._connection.close()
+            self._socket.close()
+            self._popen = None
+            return exit_code
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _TRANSFER_S, 0))
+        program = (
+            f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}\n"
+            f"from verl_like.rewards.worker import serve; serve({theirs.fileno()}, {os.getpid()})"
+        )
+        with self._lock, theirs:
+            if self._is_killed:
+                ours.close()
+                raise ProcessDied("it was stopped")
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+            self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._died() from error
+
+    def _receive(self, limit_s: float) -> dict[str, Any]:
+        if not self._connection.poll(limit_s):
+            raise TimeoutError
+        try:
+            return json.loads(self._connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise self._died() from error
+
+    def _died(self) -> ProcessDied:
+        """The socket is closed at the other end: the process is gone, or will be."""
+        assert self._popen is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout=_EXIT_S)  # for its own exit code
+        return ProcessDied(f"it died with exit code {self.stop()}")
