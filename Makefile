@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint docs bench gpu-lock-check
+.PHONY: env test lint proofs mutants docs bench gpu-lock-check
 
 env:
 	@bash scripts/environment.sh
@@ -15,6 +15,19 @@ test: lint
 # Needs the package index, and no GPU.
 gpu-lock-check: env
 	@.venv/bin/python scripts/gpu_lock.py
+
+# What proves and takes long, up to 45 minutes; writes docs/proofs.md.
+proofs: env
+	OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py
+
+# Up to an hour; writes docs/mutants.md. The tools are laid over the environment, which stays as it is.
+mutants: env build/mutation_tools
+	PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 .venv/bin/python scripts/mutants.py
+
+build/mutation_tools: requirements/mutants.txt
+	rm -rf $@
+	.venv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ -r $<
+	touch $@
 
 docs: env
 	.venv/bin/python scripts/generate_docs.py

@@ -1,0 +1,83 @@
+"""The toy job of examples/split_placement learns: on two pools, with vLLM, from a quarter of the sums right to all."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics_of
+from safetensors.torch import load_file
+
+from verl_like.trainer.config import load_config
+from verl_like.trainer.run_ppo import run_ppo
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "split_placement"
+ACCURACY = "val-core/verl_like/arithmetic/reward/mean@1"
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+
+def world_of(seed: int) -> Path:
+    """The folder that the example's script makes, kept between runs because the warm-up takes a minute."""
+    out = ROOT / (".toy_world" if seed == 1 else f"build/toy_world_{seed}")
+    script = [sys.executable, str(EXAMPLE / "make_toy_world.py"), "--out", str(out), "--seed", str(seed)]
+    subprocess.run(script, check=True, timeout=600)
+    return out
+
+
+def train(folder: Path, seed: int, steps: int, *settings: str) -> list[dict]:
+    """The rows of metrics.jsonl of a run of some steps, validated at its start and end and as `settings` say."""
+    world = world_of(seed)
+    paths = [
+        f"data.train_files={world}/train.parquet",
+        f"data.val_files={world}/test.parquet",
+        f"actor_rollout_ref.model.path={world}/model",
+        f"trainer.default_local_dir={folder}/runs",
+    ]
+    length = [f"trainer.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
+    assert run_ppo(load_config([*paths, *length, *settings], "toy", str(EXAMPLE / "config"))) == 0
+    return metrics_of(folder)
+
+
+def test_the_toy_job_raises_held_out_accuracy_from_below_0_4_to_above_0_8(tmp_path: Path):
+    start, *_, end = train(tmp_path, seed=1, steps=8)
+    assert start["step"] == 0 and start[ACCURACY] < 0.4
+    assert end["step"] == 8 and end[ACCURACY] > 0.8
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_toy_job_gets_every_held_out_sum_right_within_20_steps_of_seed(
+    tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
+):
+    rows = [row for row in train(tmp_path, seed, 20, "trainer.test_freq=2") if ACCURACY in row]
+    accuracies = {row["step"]: row[ACCURACY] for row in rows}
+    record_property("result", ", ".join(f"step {step}: {value:.3f}" for step, value in accuracies.items()))
+    assert accuracies[0] < 0.4
+    assert max(accuracies.values()) > 0.99
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+def test_two_runs_of_one_seed_are_equal_to_the_last_bit(tmp_path: Path, record_property: Callable[[str, object], None]):
+    results = []
+    for name in ("first", "second"):
+        rows = train(tmp_path / name, 1, 5)
+        weights = {
+            path.parent.parent.name: load_file(path)
+            for path in sorted((tmp_path / name / "runs/latest/global_step_5").rglob("*.safetensors"))
+        }
+        results.append((rows, weights))
+    (rows, weights), (rows_again, weights_again) = results
+    assert weights.keys() == {"actor", "critic"} == weights_again.keys()
+    for role, tensors in weights.items():
+        assert all(torch.equal(tensor, weights_again[role][name]) for name, tensor in tensors.items())
+    timed = ("timing_s/", "perf/", "reward/early_ratio")
+    names = [name for name in rows[-1] if not name.startswith(timed) and "/perf/" not in name]
+    assert all(row[name] == again[name] for row, again in zip(rows[1:], rows_again[1:], strict=True) for name in names)
+    record_property(
+        "result", f"{len(names)} metrics of 5 steps and {sum(map(len, weights.values()))} tensors are equal"
+    )
