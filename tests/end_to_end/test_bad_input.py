@@ -153,7 +153,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_a_missing_vllm_is_refused_with_the_commands_that_install_it(refusal: Refusal, missing: Callable):
     missing("vllm")
     message = refusal("actor_rollout_ref.rollout.name=vllm")
-    assert "vllm is not installed" in message and "pip install -e '.[gpu]'" in message
+    assert "vllm is not installed" in message and "bash scripts/environment.sh" in message
 
 
 @pytest.mark.parametrize("model", ["actor_rollout_ref.model", "critic.model"])
