@@ -1,5 +1,6 @@
 """The dataflow in one process, without Ray: the debugger's way in, and the shortest one for a reader."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,10 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     last = metrics_of(tmp_path)[-1]
     assert last["step"] == 2 and last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
     assert last["training/rollout_probs_diff_max"] < 1e-4
-    methods = {event.method for _, _, event in recorder.timeline.events}
+    rows = [json.loads(line) for line in (recorder.run_dir / "timeline.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows if row["method"] == "update_actor"} == {1, 2}
+    assert {"init_model", "export_weights", "load_weights"} <= {row["method"] for row in rows if row["step"] == 0}
+    methods = {row["method"] for row in rows}
     assert {"generate_sequences", "compute_ref_log_prob", "update_critic", "update_actor", "load_weights"} <= methods
 
 

@@ -1,16 +1,19 @@
 """The record of a run: files, phases, trackers, report."""
 
+import io
 import json
 import re
+import tracemalloc
 
 import pytest
 
 from verl_like.single_controller.call import CallEvent
 from verl_like.trainer import tracking
+from verl_like.trainer.config import load_config
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
-from verl_like.trainer.run_recorder import _new_run_dir
+from verl_like.trainer.run_recorder import RunRecorder, _new_run_dir
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import TRACKERS, Tracking, require_trackers
 
@@ -20,20 +23,21 @@ def event(method: str, rank: int, started: float, finished: float, pool: str = "
 
 
 def test_a_phase_lasts_from_the_first_start_to_the_last_end_and_leaves_validation_out():
-    timeline = Timeline()
-    timeline.step = 1
+    timeline = Timeline(io.StringIO())
+    timeline.start_step(1)
     timeline.record(event("update_actor", 0, 99.0, 100.0))
-    timeline.step = 2
+    timeline.start_step(2)
     timeline.record(event("generate_sequences", 0, 10.0, 11.0))
     timeline.record(event("generate_sequences", 1, 10.5, 12.0))
     timeline.is_validating = True
     timeline.record(event("generate_sequences", 0, 50.0, 90.0))
-    assert timeline.phase_seconds(2) == {"gen": 2.0}
+    assert timeline.phase_seconds() == {"gen": 2.0}
 
 
 def test_the_critical_path_is_the_sum_of_each_stages_busiest_process():
-    timeline = Timeline()
-    timeline.step = 3
+    timeline = Timeline(io.StringIO())
+    timeline.record(event("init_model", 0, 0.0, 90.0))
+    timeline.start_step(3)
     for call in (
         event("generate_sequences", 0, 10.0, 14.0, role="rollout"),
         event("generate_sequences", 1, 10.0, 12.0, role="rollout"),
@@ -51,17 +55,18 @@ def test_the_critical_path_is_the_sum_of_each_stages_busiest_process():
         timeline.record(call)
     timeline.is_validating = True
     timeline.record(event("generate_sequences", 0, 50.0, 90.0, role="rollout"))
-    timeline.step, timeline.is_validating = 4, False
+    assert timeline.critical_path_seconds() == 4.0 + 2.0 + 5.0 + 0.5 + 1.0
+    timeline.is_validating = False
+    timeline.start_step(4)
     timeline.record(event("update_actor", 0, 60.0, 70.0))
-    assert timeline.critical_path_seconds(3) == 4.0 + 2.0 + 5.0 + 0.5 + 1.0
-    assert timeline.critical_path_seconds(4) == 10.0
+    assert timeline.critical_path_seconds() == 10.0
 
 
 def test_calls_of_independent_pools_that_were_made_one_after_the_other_are_half_of_the_time():
-    timeline = Timeline()
+    timeline = Timeline(io.StringIO())
     timeline.record(event("update_critic", 0, 10.0, 13.0, "b", "critic"))
     timeline.record(event("update_actor", 0, 13.0, 16.0))
-    assert timeline.critical_path_seconds(0) / (16.0 - 10.0) == 0.5
+    assert timeline.critical_path_seconds() / (16.0 - 10.0) == 0.5
 
 
 def test_training_roles_of_a_pool_share_a_process_and_the_engine_has_its_own():
@@ -113,7 +118,7 @@ def report(tmp_path, **changes) -> str:
         "title": "project / run",
         "summary": "Done.",
         "metrics": [{"step": 1, "critic/score/mean": 0.1}, {"step": 2, "critic/score/mean": 0.9}],
-        "events": [],
+        "steps": [],
         "placement": [{"pool": "a", "roles": "actor"}],
         "generations": [],
         "config": "trainer: {}",
@@ -144,18 +149,56 @@ def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
     assert "<script>" not in text and "&lt;script&gt;" in text
 
 
-def test_the_timeline_shows_steps_that_did_not_validate(tmp_path):
-    def row(step: int, method: str, pool: str, is_validating: bool = False) -> dict:
-        return {
-            "step": step, "is_validating": is_validating, "pool": pool, "role": "actor", "method": method, "rank": 0,
-            "process": "training 0", "started": step + 0.1, "finished": step + 0.4,
-        }  # fmt: skip
+def test_the_timeline_shows_the_last_steps_that_neither_validated_nor_saved(tmp_path):
+    timeline = Timeline(file := io.StringIO())
+    timeline.record(event("init_model", 0, 0.0, 0.5))
+    for step in range(1, 8):
+        timeline.start_step(step)
+        timeline.record(event("update_actor", 0, step + 0.1, step + 0.4))
+        timeline.is_validating = step in (5, 7)
+        if timeline.is_validating:
+            timeline.record(event("generate_sequences", 0, step + 0.5, step + 0.9))
+        timeline.is_validating = False
+        if step == 3:
+            timeline.record(event("save_hf", 0, step + 0.5, step + 0.9))
+        if step == 1:
+            assert [row["method"] for rows in timeline.last_steps() for row in rows] == ["update_actor"]
+    assert [rows[0]["step"] for rows in timeline.last_steps()] == [2, 4, 6]
+    assert [json.loads(line)["step"] for line in file.getvalue().splitlines()] == [0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    text = report(tmp_path, metrics=[], steps=timeline.last_steps())
+    assert [step for step in range(8) if f" step {step} " in text] == [2, 4, 6]
+    assert "update_actor" in text and "save_hf" not in text
 
-    events = [row(1, "update_actor", "a"), row(1, "update_critic", "b"), row(2, "update_actor", "a")]
-    events.append(row(2, "generate_sequences", "a", is_validating=True))
-    text = report(tmp_path, metrics=[], events=events)
-    assert " step 1" in text and " step 2" not in text
-    assert "update_critic" in text
+
+def test_a_run_in_which_every_step_validates_shows_those():
+    timeline = Timeline(io.StringIO())
+    for step in range(1, 6):
+        timeline.start_step(step)
+        timeline.is_validating = True
+        timeline.record(event("generate_sequences", 0, step, step + 0.5))
+    assert [rows[0]["step"] for rows in timeline.last_steps()] == [3, 4, 5]
+
+
+def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(tmp_path):
+    required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    recorder = RunRecorder(load_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]))
+    recorder.console.show_step = lambda *_: None  # printing would take most of the time
+    kept = {}
+    for step in range(1, 5001):
+        with recorder.step(step, epoch=0, total_steps=5000) as log:
+            for rank in range(2):
+                recorder.timeline.record(event("update_actor", rank, step, step + 0.5))
+            log({f"metric_{i}": step / (i + 1) for i in range(9)} | {"perf/total_num_tokens": 100})
+        if step == 200:
+            tracemalloc.start()
+        if step in (400, 5000):
+            kept[step] = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(recorder.timeline.events) == 2
+    assert kept[5000] - kept[400] < 50_000  # bytes; to keep every step would take 100 times as much
+    recorder.close("Done.")
+    assert len((recorder.run_dir / "timeline.jsonl").read_text().splitlines()) == 2 * 5000
+    assert "5000 rows of metrics" in (recorder.run_dir / "report.html").read_text()
 
 
 def test_the_time_left_is_known_after_two_steps_however_long_they_take():

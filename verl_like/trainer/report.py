@@ -22,7 +22,6 @@ CHARTS = [
     ("Seconds a step", ("timing_s/step",), "s"),
     ("Critical path / time of a step", ("perf/overlap",), ""),
 ]
-NUM_TIMELINE_STEPS = 3
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
@@ -54,19 +53,19 @@ def write_report(
     title: str,
     summary: str,
     metrics: list[dict[str, float]],
-    events: list[dict[str, Any]],
+    steps: list[list[dict[str, Any]]],
     placement: list[dict[str, str]],
     generations: list[dict[str, Any]],
     config: str,
 ) -> None:
-    """Writes the report. `metrics` has one row a step (with "step"), `events` are the rows of the timeline."""
+    """Writes the report. `metrics` has one row a step (with "step"), `steps` the rows of some steps of the timeline."""
     charts = "".join(_chart(chart_title, names, label, metrics) for chart_title, names, label in CHARTS)
     path.write_text(
         PAGE.format(
             title=html.escape(title),
             summary=html.escape(summary),
             charts=charts,
-            timeline=_timeline(events),
+            timeline=_timeline(steps),
             speed=_speed(metrics),
             placement=_table(placement),
             generations=_table(generations),
@@ -93,12 +92,9 @@ def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[st
     return _svg(figure)
 
 
-def _timeline(events: list[dict[str, Any]]) -> str:
-    """Bars of the last training steps; where there are some without validation and saving, of those."""
-    trained = {e["step"] for e in events if e["step"] > 0}
-    others = {e["step"] for e in events if e["is_validating"] or e["method"].startswith("save_")}
-    steps = sorted(trained - others or trained)[-NUM_TIMELINE_STEPS:]
-    shown = [e for e in events if e["step"] in steps and e["finished"] - e["started"] > 1e-3]
+def _timeline(steps: list[list[dict[str, Any]]]) -> str:
+    """Bars of the steps' calls."""
+    shown = [e for events in steps for e in events if e["finished"] - e["started"] > 1e-3]
     if not shown:
         return "<p>No step was finished.</p>"
     lanes = sorted({(e["pool"], e["process"]) for e in shown})
@@ -114,7 +110,7 @@ def _timeline(events: list[dict[str, Any]]) -> str:
     for lane in range(1, len(lanes)):
         if pools[lane] != pools[lane - 1]:
             axes.axhline(lane - 0.5, color="black", linewidth=0.8)
-    for step in steps:
+    for step in sorted({e["step"] for e in shown}):
         start = min(e["started"] for e in shown if e["step"] == step) - origin
         axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
         axes.text(start, -0.62, f" step {step}", fontsize="x-small", va="bottom")

@@ -30,14 +30,13 @@ class RunRecorder:
         self.config = config
         self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
-        self.timeline = Timeline()
+        self.timeline_file = open(self.run_dir / "timeline.jsonl", "w", buffering=1)  # noqa: SIM115
+        self.timeline = Timeline(self.timeline_file)
         self.console = RunConsole()
         self.tracking = Tracking(
             trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.model_dump(mode="json")
         )
-        self.timeline_file = open(self.run_dir / "timeline.jsonl", "w", buffering=1)  # noqa: SIM115
         self.num_processes = sum(sum(nodes) for nodes in config.resource_pool_spec.values())
-        self.metrics: list[dict[str, float]] = []
         self.generations: list[dict[str, Any]] = []
         self.num_validations = 0
         self.placement: list[dict[str, str]] = []
@@ -81,28 +80,24 @@ class RunRecorder:
         """Times a step; what is given to the yielded function is its metrics, written when the step is complete."""
         if step == 1:
             self.console.start_training(total_steps)
-        self.timeline.step, self.seconds = step, {}
+        self.timeline.start_step(step)
+        self.seconds = {}
         metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
         with self.timer("step"):
             yield metrics.update
-        self.timeline_file.writelines(json.dumps(row) + "\n" for row in self.timeline.rows(step))
-        seconds = self.timeline.phase_seconds(step) | self.seconds
+        seconds = self.timeline.phase_seconds() | self.seconds
         metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
         metrics["perf/time_per_step"] = seconds["step"]
         training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
         metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
-        metrics["perf/overlap"] = self.timeline.critical_path_seconds(step) / training_seconds
+        metrics["perf/overlap"] = self.timeline.critical_path_seconds() / training_seconds
         metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.num_processes
-        self.log(metrics, step)
-        self.console.show_step(step, total_steps, metrics)
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.metrics.append({"step": step} | metrics)
         self.tracking.log(metrics, step)
+        self.console.show_step(step, total_steps, metrics)
 
     def log_validation(self, metrics: dict[str, float]) -> None:
         """The validation before the first step."""
-        self.log(metrics, step=0)
+        self.tracking.log(metrics, step=0)
         self.console.show_validation(0, metrics)
 
     def show_generations(
@@ -133,18 +128,19 @@ class RunRecorder:
         self.console.close()
         self.tracking.close()
         self.timeline_file.close()
+        metrics = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         write_report(
             self.run_dir / "report.html",
             title=f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}",
-            summary=f"{outcome} {len(self.metrics)} rows of metrics, {time.time() - self.started:.0f} s.",
-            metrics=self.metrics,
-            events=self.timeline.rows(),
+            summary=f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s.",
+            metrics=metrics,
+            steps=self.timeline.last_steps(),
             placement=self.placement,
             generations=self.generations,
             config=to_yaml(self.config),
         )
         self.console.say(f"\n{outcome}")
-        for line in self._validation_summary():
+        for line in _validation_summary(metrics):
             self.console.say(f"  {line}")
         files = {"report": "report.html", "metrics": "metrics.jsonl", "timeline": "timeline.jsonl"}
         files |= {"configuration": "config.yaml", "tensorboard": "tensorboard"}
@@ -156,11 +152,12 @@ class RunRecorder:
             if path.is_dir() or (path.is_file() and path.stat().st_size):
                 self.console.say(f"    {name:<40} {what}")
 
-    def _validation_summary(self) -> list[str]:
-        """What training did to each core validation metric."""
-        names = dict.fromkeys(name for row in self.metrics for name in row if name.startswith("val-core/"))
-        values = {name: [row[name] for row in self.metrics if name in row] for name in names}
-        return [f"{name}: {v[0]:.3f} at first, {v[-1]:.3f} at last" for name, v in values.items() if len(v) > 1]
+
+def _validation_summary(metrics: list[dict[str, float]]) -> list[str]:
+    """What training did to each core validation metric."""
+    names = dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/"))
+    values = {name: [row[name] for row in metrics if name in row] for name in names}
+    return [f"{name}: {v[0]:.3f} at first, {v[-1]:.3f} at last" for name, v in values.items() if len(v) > 1]
 
 
 def _shown(text: str, max_length: int = 240) -> str:

@@ -1,8 +1,8 @@
 """What ran when: every worker call of the run, and the seconds of each phase of a step."""
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from verl_like.single_controller.call import CallEvent
 from verl_like.trainer.roles import Role
@@ -29,35 +29,70 @@ _STAGE_OF_METHOD = {
 _KIND_OF_PROCESS = {Role.Rollout: "rollout", "rules": "reward"}  # by role; all others train
 
 
-class Timeline:
-    """Collects `CallEvent`s. Times are seconds of the worker's clock (time.time())."""
+NUM_SHOWN_STEPS = 3
 
-    def __init__(self) -> None:
-        self.events: list[tuple[int, bool, CallEvent]] = []
+
+class Timeline:
+    """Writes each `CallEvent` to `file` as it comes, a JSON object a line; keeps those of the present step.
+
+    Of the steps before it keeps what the report shows. Times are seconds of the worker's clock (time.time()).
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
         self.step = 0
         self.is_validating = False
+        self.events: list[CallEvent] = []  # of the present step, without those of a validation
+        self.rows: list[dict[str, Any]] = []  # of the present step, as they are in the file
+        self.earlier: list[list[dict[str, Any]]] = []
+
+    def start_step(self, step: int) -> None:
+        self.earlier, self.step = self.last_steps(), step
+        self.events, self.rows = [], []
 
     def record(self, event: CallEvent) -> None:
-        self.events.append((self.step, self.is_validating, event))
+        row = {
+            "step": self.step,
+            "is_validating": self.is_validating,
+            "pool": event.pool,
+            "role": event.role,
+            "method": event.method,
+            "rank": event.rank,
+            "process": _process(event),
+            "started": event.started,
+            "finished": event.finished,
+        }
+        self.file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        if not self.is_validating:
+            self.events.append(event)
 
-    def phase_seconds(self, step: int) -> dict[str, float]:
-        """Seconds from the first rank's start to the last rank's end of each method that trained in `step`."""
+    def last_steps(self) -> list[list[dict[str, Any]]]:
+        """The rows of up to three training steps: the last that neither validated nor saved, or just the last."""
+        steps = [*self.earlier, self.rows] if self.step and self.rows else self.earlier
+        undisturbed = [
+            rows for rows in steps if not any(r["is_validating"] or r["method"].startswith("save_") for r in rows)
+        ]
+        return (undisturbed or steps)[-NUM_SHOWN_STEPS:]
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds from the first rank's start to the last rank's end of each method that trained in this step."""
         spans: dict[str, list[CallEvent]] = defaultdict(list)
-        for event in self._training_events(step):
+        for event in self.events:
             spans[PHASE_OF_METHOD.get(event.method, event.method)].append(event)
         return {
             phase: max(e.finished for e in events) - min(e.started for e in events) for phase, events in spans.items()
         }
 
-    def critical_path_seconds(self, step: int) -> float:
-        """The least time that the calls of `step` leave a training step, were nothing lost between them.
+    def critical_path_seconds(self) -> float:
+        """The least time that the calls of this step leave a training step, were nothing lost between them.
 
         A stage (generation, inference, updates, export, load) takes at least as long as its busiest process: the sum
         of the seconds of that process's calls. The critical path is the sum of these over the stages. What ran before
         the stage in front was over, such as rewards while others generate, costs nothing.
         """
         stages: list[list[CallEvent]] = [[] for _ in range(6)]
-        for event in self._training_events(step):
+        for event in self.events:
             if not event.method.startswith("save_"):
                 stages[_STAGE_OF_METHOD.get(event.method, _INFERENCE)].append(event)
         total, stage_start = 0.0, 0.0
@@ -68,32 +103,6 @@ class Timeline:
             total += max(busy.values(), default=0.0)
             stage_start = max([stage_start, *(e.finished for e in events)])
         return total
-
-    def _training_events(self, step: int) -> Iterator[CallEvent]:
-        """The events of `step` without those of a validation, the latest first."""
-        for event_step, is_validating, event in reversed(self.events):
-            if event_step < step:
-                break
-            if event_step == step and not is_validating:
-                yield event
-
-    def rows(self, only_step: int | None = None) -> list[dict[str, Any]]:
-        """The events of all steps, or of one, as plain values for `timeline.jsonl` and the report."""
-        return [
-            {
-                "step": step,
-                "is_validating": is_validating,
-                "pool": e.pool,
-                "role": e.role,
-                "method": e.method,
-                "rank": e.rank,
-                "process": _process(e),
-                "started": e.started,
-                "finished": e.finished,
-            }
-            for step, is_validating, e in self.events
-            if only_step is None or step == only_step
-        ]
 
 
 def _process(event: CallEvent) -> str:
