@@ -2,7 +2,7 @@
 
 from verl_like.algorithms import masked_mean, on_last_token
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.models import SEQUENCE_COLUMNS
@@ -21,7 +21,7 @@ class TeacherWorker(ActorRolloutRefWorker):
         super().__init__(config.actor_rollout_ref, role="ref", seed=config.trainer.seed)
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),  # its ranks may share sequences
         blocking=False,
         reads=SEQUENCE_COLUMNS,
         writes=["teacher_scores"],

@@ -143,15 +143,16 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
     judge.save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
     roles = [
-        "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=teacher_pool",
-        "resource_pool_spec.teacher_pool=[1]", "role_mapping.ref=ref_pool", "resource_pool_spec.ref_pool=[1]",
+        "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=ref_pool",
+        "role_mapping.ref=ref_pool", "resource_pool_spec.ref_pool=[2]",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",  # all of these ranks share each sequence
         "algorithm.use_kl_in_reward=true", "reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}",
         "trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1",
     ]  # fmt: skip
     (tmp_path / "reward.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
     assert run_ppo(load_config([*settings, *roles])) == 0
     events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
-    assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("teacher_pool", "teacher")}
+    assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "teacher")}
     assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}
     assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"global_pool"}
     row = metrics_of(tmp_path)[-1]
