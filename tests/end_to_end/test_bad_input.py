@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 from runs import data_row, tiny_run_settings
+from transformers import LlamaConfig
 
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_config
@@ -173,6 +174,26 @@ def test_a_tracker_that_is_not_installed_is_refused(refusal: Refusal, monkeypatc
 def test_a_context_longer_than_the_models_is_refused_with_the_sum(refusal: Refusal):
     message = refusal("data.max_prompt_length=200", "data.max_response_length=100")
     assert "200 + 100 = 300" in message and "256 positions" in message
+
+
+def test_a_critic_whose_positions_depend_on_the_length_of_a_sequence_is_refused(
+    refusal: Refusal, tiny_llama: Callable, tmp_path: Path
+):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    LlamaConfig(max_position_embeddings=11, rope_parameters=rope).save_pretrained(tmp_path / "critic")
+    message = refusal(f"critic.model.path={tmp_path / 'critic'}")
+    assert f"critic.model.path={tmp_path / 'critic'} has positions of the type rope_type=dynamic" in message
+    assert "data.max_prompt_length + data.max_response_length = 12" in message
+
+
+def test_a_model_that_drops_activations_in_training_is_refused(refusal: Refusal):
+    message = refusal("critic.model.override_config={attention_dropout: 0.25}")
+    assert "set critic.model.override_config.attention_dropout=0.0" in message
+
+
+def test_a_warm_up_of_the_critic_as_long_as_the_epochs_is_refused(refusal: Refusal):
+    message = refusal("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.critic_warmup=2")
+    assert "trainer.critic_warmup=2 is not less than the 2 training steps" in message
 
 
 def test_heads_that_the_ranks_sharing_a_sequence_cannot_share_out_are_refused(refusal: Refusal):

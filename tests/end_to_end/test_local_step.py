@@ -29,11 +29,11 @@ class LocalTrainer(RayPPOTrainer):
         }
 
 
-def run_locally(folder: Path, tiny_llama: Callable, *settings: str) -> RunRecorder:
-    """Two steps in this process; what is in `folder` then is as after any run."""
+def run_locally(folder: Path, tiny_llama: Callable, *settings: str, steps: int = 2) -> RunRecorder:
+    """Some steps in this process; what is in `folder` then is as after any run."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
-    config = run_ppo.with_training_steps(load_config(settings), 2)
+    config = run_ppo.with_training_steps(load_config(settings), steps)
     tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     rewards = run_ppo.start_reward_manager(config)
@@ -60,6 +60,22 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     assert {"init_model", "export_weights", "load_weights"} <= {row["method"] for row in rows if row["step"] == 0}
     methods = {row["method"] for row in rows}
     assert {"generate_sequences", "compute_ref_log_prob", "update_critic", "update_actor", "load_weights"} <= methods
+
+
+def test_checkpoints_in_the_critics_warm_up_change_nothing_and_the_actors_schedule_ends_with_the_run(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = ["trainer.critic_warmup=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    settings += [f"{part}.optim.lr_scheduler_type=linear" for part in ("actor_rollout_ref.actor", "critic")]
+    run_locally(tmp_path / "saving", tiny_llama, *settings, "trainer.save_freq=1", steps=3)
+    run_locally(tmp_path / "not_saving", tiny_llama, *settings, steps=3)
+    saving, not_saving = metrics_of(tmp_path / "saving"), metrics_of(tmp_path / "not_saving")
+    for a, b in zip(saving, not_saving, strict=True):
+        different = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+        assert all(name.startswith(("timing_s/", "perf/")) or "/perf/" in name for name in different), different
+    # Three steps train the critic and the last two the actor.
+    assert [row["critic/lr"] for row in saving] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    assert [row.get("actor/lr") for row in saving] == [None, 1e-3, 5e-4]
 
 
 def test_rewards_are_the_same_whether_samples_are_scored_as_they_end_or_together(

@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4Config,
     GemmaConfig,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -26,9 +27,9 @@ from transformers import (
 
 from verl_like.workers import linear_log_prob, models
 from verl_like.workers.attention import choose_attention
-from verl_like.workers.config import ForwardFsdpConfig, ModelConfig
+from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, PolicyModelConfig
 from verl_like.workers.models import PolicyModel, RewardModel, ValueModel, pack
-from verl_like.workers.pretrained import load_config, load_pretrained
+from verl_like.workers.pretrained import check_sequence_length, load_config, load_pretrained
 
 FLOAT32 = ForwardFsdpConfig(dtype="float32")
 TINY = {
@@ -113,7 +114,17 @@ def test_chunks_of_the_vocabulary_projection_change_neither_values_nor_gradients
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+SHORT, LONG = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 6.0, 8.0]
+ROPES = {  # both are fixed functions for up to 11 tokens, the longest rows of `make_batch`
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": SHORT, "long_factor": LONG, "factor": 4.0,
+        "original_max_position_embeddings": 11,
+    },
+}  # fmt: skip
 FAMILIES = {
+    "llama, dynamic": LlamaConfig(**TINY, max_position_embeddings=11, rope_parameters=ROPES["dynamic"]),
+    "llama, longrope": LlamaConfig(**TINY, max_position_embeddings=44, rope_parameters=ROPES["longrope"]),
     "llama": LlamaConfig(**TINY, num_key_value_heads=2),
     "qwen2": Qwen2Config(**TINY, num_key_value_heads=2, sliding_window=3, use_sliding_window=True, max_window_layers=1),
     "qwen3": Qwen3Config(**TINY, num_key_value_heads=2, head_dim=16),
@@ -207,6 +218,28 @@ def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path):
     Qwen3NextConfig(**TINY, layer_types=["full_attention", "linear_attention"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has layers of linear_attention, which packed sequences do not support"):
         load_config(ModelConfig(path=str(tmp_path)), key="m")
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_that_depend_on_the_length_of_a_sequence_are_refused(kind):
+    config = FAMILIES[f"llama, {kind}"]
+    check_sequence_length(config, 11, "the model")
+    with pytest.raises(ValueError, match=f"m.path=p has positions of the type rope_type={kind}.* more than 11 tokens"):
+        check_sequence_length(config, 12, "m.path=p")
+    nested = copy.deepcopy(config)
+    nested.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding_attention": ROPES[kind]}
+    with pytest.raises(ValueError, match="= 12: lower one of the two"):
+        check_sequence_length(nested, 12, "m.path=p")
+    check_sequence_length(LlamaConfig(**TINY, max_position_embeddings=11), 12, "m.path=p")
+
+
+def test_a_model_that_trains_with_dropout_is_refused_with_the_overrides_that_switch_it_off(tmp_path):
+    GPT2Config(resid_pdrop=0.0).save_pretrained(tmp_path)  # attn_pdrop, embd_pdrop and a head's dropout are 0.1
+    with pytest.raises(ValueError, match=r"set m\.override_config\.\w+_pdrop=0\.0 and m\.override_config\.\w+=0\.0\.$"):
+        load_config(PolicyModelConfig(path=str(tmp_path)), key="m")
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    load_config(PolicyModelConfig(path=str(tmp_path), override_config=off), key="m")
+    load_config(ModelConfig(path=str(tmp_path)), key="m")  # never trained
 
 
 def test_an_override_the_model_does_not_know_is_refused(model_path):

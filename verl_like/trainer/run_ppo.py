@@ -31,8 +31,8 @@ from verl_like.trainer.scoring import RuleScorer, has_rule
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.pretrained import check_sequence_length, load_tokenizer
 from verl_like.workers.pretrained import load_config as load_model_config
-from verl_like.workers.pretrained import load_tokenizer
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -205,7 +205,9 @@ def check_models(config: PPOConfig) -> None:
     others = {"critic.model": config.critic.model} if config.needs_critic else {}
     others |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
     configs = {key: load_model_config(model, key=key).get_text_config() for key, model in others.items()}
+    check_sequence_length(policy, needed, f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}")
     for key, other in configs.items():
+        check_sequence_length(other, needed, f"{key}.path={others[key].path}")
         if other.vocab_size != policy.vocab_size:
             raise ValueError(
                 f"{key}.path={others[key].path} has {other.vocab_size} token ids, the policy {policy.vocab_size}: it "
@@ -245,7 +247,16 @@ def training_steps(config: PPOConfig, num_prompts: int) -> int:
 
 
 def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
-    """Fills in the number of steps where the configuration leaves it to the run."""
+    """Fills in the number of steps where the configuration leaves it to the run.
+
+    Raises:
+        ValueError: the critic's warm-up leaves no step for the actor.
+    """
+    if 0 < steps <= config.trainer.critic_warmup:
+        raise ValueError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} is not less than the {steps} training steps of the "
+            "run: the actor would never be trained; lower it, or raise trainer.total_epochs."
+        )
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": steps})})
 
 
@@ -265,7 +276,9 @@ def build_role_worker_mapping(
     """The worker class of each active role and its arguments; a role of the user's own gets the whole configuration."""
     seed = config.trainer.seed
     steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
-    policy = {"config": config.actor_rollout_ref, "seed": seed, "total_training_steps": steps}
+    # The actor's schedule counts the steps that train it: those after the critic's warm-up.
+    actor_steps = steps and steps - config.trainer.critic_warmup
+    policy = {"config": config.actor_rollout_ref, "seed": seed, "total_training_steps": actor_steps}
     critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
         Role.Actor: (ActorRolloutRefWorker, policy | {"role": "actor"}),

@@ -78,8 +78,8 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     """The model's own configuration with `override_config`; what looks like a path is never looked up on the hub.
 
     Raises:
-        ValueError: nothing at `config.path`, an override that the model's configuration does not have, or layers that
-            do not compute packed sequences.
+        ValueError: nothing at `config.path`, an override that the model's configuration does not have, layers that do
+            not compute packed sequences, or dropout in a model that is trained.
     """
     path = os.path.expanduser(config.path)
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
@@ -105,7 +105,47 @@ def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             f"{key}.path={config.path} has layers of {', '.join(unsupported)}, which packed sequences do not support; "
             "choose a model with full or sliding attention."
         )
+    # Heads of transformers' own, which have dropout of their own, are not run.
+    noise = {
+        name: value
+        for name, value in vars(hf_config.get_text_config()).items()
+        if ("drop" in name or "jitter" in name) and not name.startswith(("classifier", "summary"))
+        if type(value) in (int, float) and value > 0
+    }
+    if noise and isinstance(config, TrainedModelConfig):
+        raise ValueError(
+            f"{key}.path={config.path} trains with {', '.join(f'{name}={value}' for name, value in noise.items())}: "
+            "random outputs make the probability ratio of a policy to itself differ from 1; set "
+            f"{' and '.join(f'{key}.override_config.{name}=0.0' for name in noise)}."
+        )
     return hf_config
+
+
+def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) -> None:
+    """Checks that tokens are rotated alike (RoPE) in every sequence of up to `length` tokens.
+
+    Two types choose the frequencies by the longest sequence of a pass: `dynamic` for more than the model's positions,
+    `longrope` for more than its original positions. Neighbours in a pack would change a sequence's log-probabilities.
+
+    Args:
+        hf_config: of the language model.
+        length: prompt and response together.
+        model: key and path, for the message.
+
+    Raises:
+        ValueError: sequences may be longer than that.
+    """
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    for of_layers in [rope] if "rope_type" in rope else [own for own in rope.values() if own]:
+        kind = of_layers.get("rope_type")
+        positions = getattr(hf_config, "max_position_embeddings", length)
+        limits = {"dynamic": positions, "longrope": of_layers.get("original_max_position_embeddings", positions)}
+        if length > (limit := limits.get(kind, length)):
+            raise ValueError(
+                f"{model} has positions of the type rope_type={kind}, which for more than {limit} tokens depend on the "
+                f"length of the sequence, so that packed sequences would change each other; data.max_prompt_length + "
+                f"data.max_response_length = {length}: lower one of the two, or choose another model."
+            )
 
 
 def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
