@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 from runs import SPLIT, tiny_run_settings
+from tokenizers import normalizers
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms import advantages, policy_loss
+from verl_like.trainer import run_ppo
 from verl_like.trainer.config import load_config
 from verl_like.trainer.run_ppo import check_inputs, check_pools_fit_this_machine
+from verl_like.workers.config import TrainedModelConfig
+from verl_like.workers.pretrained import load_tokenizer
 
 OWN_ALGORITHMS = """
 from verl_like.algorithms import register_adv_est, register_policy_loss
@@ -50,6 +55,20 @@ def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
         inputs = check_inputs(config, cleanup)
     assert inputs.role_worker_mapping["actor"].cls.__name__ == "OwnActor"
     del sys.modules["own_algorithms"]
+
+
+def test_a_tokenizer_that_reads_the_prompts_otherwise_than_its_file_is_refused(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    def rebuilt(model: TrainedModelConfig) -> PreTrainedTokenizerBase:
+        tokenizer = load_tokenizer(model)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
+        return tokenizer
+
+    monkeypatch.setattr(run_ppo, "load_tokenizer", rebuilt)
+    config = load_config(tiny_run_settings(tmp_path, tiny_llama))
+    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=r"tokenizer.json: '0\+1=' becomes"):
+        check_inputs(config, cleanup)
 
 
 def model_rows(folder: Path) -> Path:

@@ -1,8 +1,10 @@
 """From a validated configuration to a finished run: checks every input, starts Ray, trains, and ends cleanly."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -31,7 +33,7 @@ from verl_like.trainer.scoring import RuleScorer, has_rule
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.pretrained import check_sequence_length, load_tokenizer
+from verl_like.workers.pretrained import check_sequence_length, check_tokenizer, load_tokenizer
 from verl_like.workers.pretrained import load_config as load_model_config
 from verl_like.workers.reward_model import RewardModelWorker
 
@@ -121,6 +123,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
     check_models(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
+    render = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
+    first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
+    check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
     config = with_training_steps(config, training_steps(config, len(train_dataset)))
     scorer = None
     every_row = config.custom_reward_function.path is not None

@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -14,7 +17,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
+from transformers.utils import cached_file
 
 from verl_like.workers.attention import choose_attention
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
@@ -149,9 +154,55 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) 
 
 
 def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that the policy's `tokenizer_path` names."""
+    """The model's tokenizer, or the one that the policy's `tokenizer_path` names, as its `tokenizer.json` has it.
+
+    The classes of transformers build normalizer, pre-tokenizer and decoder anew, whatever the file says: a byte-level
+    tokenizer that is labelled `LlamaTokenizerFast`, as DeepSeek-LLM's is, loses its spaces. They are asked only where
+    there is no such file.
+    """
     path = os.path.expanduser(config.tokenizer)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if tokenizer_file(config) is None:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+def tokenizer_file(config: TrainedModelConfig) -> str | None:
+    """The `tokenizer.json` of the tokenizer, None if it has none."""
+    path = os.path.expanduser(config.tokenizer)
+    return cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConfig, texts: Sequence[str]) -> None:
+    """Compares how a run's tokenizer, and the one that it exports, read `texts` with what `tokenizer.json` says.
+
+    Raises:
+        ValueError: other token ids, or another text after decoding.
+    """
+    file = tokenizer_file(config)
+    if file is None:
+        return
+    reference = Tokenizer.from_file(file)
+    reference.no_truncation()
+    reference.no_padding()
+    # tokenizer_config.json may name more special tokens than the file.
+    reference.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        exported = AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        ids = reference.encode(text, add_special_tokens=False).ids
+        decoded = reference.decode(ids)
+        for name, one in (("the run", tokenizer), ("an export of it", exported)):
+            own_ids = one(text, add_special_tokens=False)["input_ids"]
+            own_decoded = one.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if own_ids != ids or own_decoded != decoded:
+                raise ValueError(
+                    f"the tokenizer of actor_rollout_ref.model, as {name} reads it ({type(one).__name__}), is not that "
+                    f"of {file}: {text!r} becomes {own_ids}, not {ids}, and those are decoded as {own_decoded!r}, not "
+                    f"{decoded!r}. Training would be on other text than the model knows: set "
+                    "actor_rollout_ref.model.tokenizer_path to a folder whose tokenizer.json and "
+                    "tokenizer_config.json agree."
+                )
 
 
 def save_pretrained(
