@@ -10,6 +10,8 @@ The limit is that of perfect refilling: sum(lengths) / sum over steps t of step_
 of a decoding step is measured on the same engine with 1 to 64 responses, and interpolated. All 64 fit at once, so a
 step has fewer responses as they end. Prefill, checks and padding count against us.
 
+What a seed for each response costs is shown by the same generation with all responses drawn from one stream.
+
 Control: greedy responses of 24 tokens are equal, token by token.
 """
 
@@ -42,12 +44,14 @@ def main() -> None:
     np.testing.assert_array_equal(*responses)
 
     speeds: dict[str, list[float]] = {side.name: [] for side in sides}
-    limits, fractions = [], []
+    limits, fractions, unseeded = [], [], []
     for seed in range(ROUNDS + 1):
         costs = ours.call("step_costs", seed=1000 + seed, sizes=SIZES)["costs"]
         one = interleave(sides, 1, "generate", warm_up=0, seed=seed)
+        plain = ours.call("generate", seed=seed, with_seeds=False)
         if seed == 0:  # warms up
             continue
+        unseeded.append(plain["tokens"] / plain["seconds"])
         for name, (result,) in one.items():
             speeds[name].append(result["tokens"] / result["seconds"])
         limits.append(sum(lengths(seed)) / refill_seconds(lengths(seed), costs))
@@ -56,6 +60,8 @@ def main() -> None:
     fraction = float(np.median(fractions))
     report.row("limit with perfect refilling", "useful tokens/s", limits)
     report.row(ours.name, "useful tokens/s", speeds[ours.name], of_the_limit=fraction)
+    seeded_ratio = float(np.median(np.array(unseeded) / np.array(speeds[ours.name])))
+    report.row(f"{ours.name}, no seed of its own for a response", "useful tokens/s", unseeded, of_seeded=seeded_ratio)
     report.row(peer.name, "useful tokens/s", speeds[peer.name])
     for size in SIZES:
         report.row(f"a decoding step of {size} responses", "ms", [1e3 * costs[str(size)]])

@@ -26,6 +26,7 @@ class ForcedLengths(VllmEngine):
     """Ends each response after a number of tokens that was chosen before."""
 
     wanted: list[int]
+    with_seeds: bool
 
     def _sampling(self, validate: bool) -> Sampling:
         # Any token may be a response's last one.
@@ -45,6 +46,7 @@ class ForcedLengths(VllmEngine):
                 flat_logprobs=parameters.flat_logprobs,
                 detokenize=False,
                 output_kind=parameters.output_kind,
+                seed=parameters.seed if self.with_seeds else None,
             )
             add_request(name, prompt, forced)
 
@@ -79,8 +81,8 @@ def start() -> dict[str, Any]:
     return {"folder": str(folder), "num_parameters": model.num_parameters()}
 
 
-def _generate(wanted: list[int], seed: int, greedy: bool) -> tuple[DataProto, float]:
-    state["engine"].wanted = wanted
+def _generate(wanted: list[int], seed: int, greedy: bool, with_seeds: bool = True) -> tuple[DataProto, float]:
+    state["engine"].wanted, state["engine"].with_seeds = wanted, with_seeds
     ids = torch.tensor(prompts(seed)[: len(wanted)])
     columns = {
         "input_ids": ids,
@@ -94,10 +96,10 @@ def _generate(wanted: list[int], seed: int, greedy: bool) -> tuple[DataProto, fl
     return output, seconds[0]
 
 
-def generate(seed: int) -> dict[str, Any]:
-    """Responses of the lengths of `seed` to its prompts."""
+def generate(seed: int, with_seeds: bool = True) -> dict[str, Any]:
+    """Responses of the lengths of `seed` to its prompts, each drawn with a seed of its own or all from one stream."""
     wanted = lengths(seed)
-    output, seconds = _generate(wanted, seed, greedy=False)
+    output, seconds = _generate(wanted, seed, greedy=False, with_seeds=with_seeds)
     assert output.batch["response_mask"].sum(-1).tolist() == wanted
     return {"seconds": seconds, "tokens": sum(wanted)}
 
