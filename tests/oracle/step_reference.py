@@ -88,7 +88,8 @@ class Run:
         self.num_prompts = len(world.PROMPTS) if limit == -1 else limit
         self.steps_per_epoch = self.num_prompts // settings["data.train_batch_size"]
         total = settings["trainer.total_training_steps"] or self.steps_per_epoch * settings["trainer.total_epochs"]
-        self.actor = Learner(Llama(path, changes), settings, ACTOR, total)
+        # The actor's schedule counts the steps that train it.
+        self.actor = Learner(Llama(path, changes), settings, ACTOR, total - settings["trainer.critic_warmup"])
         self.reference = Llama(path, changes)
         self.uses_reward_model = settings["reward_model.enable"]
         if self.uses_reward_model:
