@@ -32,7 +32,7 @@ build/mutation_tools: requirements/mutants.txt
 docs: env
 	.venv/bin/python scripts/generate_docs.py
 
-benchmarks := $(filter-out harness serve table,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
+benchmarks := $(filter-out harness serve table gpu_check,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
 
 # One after the other; one that fails does not stop the rest.
 bench: env

@@ -125,7 +125,7 @@ def copy_rate(num_bytes: int) -> float:
 
 
 class Report:
-    """What a benchmark found: measurements and targets; printed, and written to benchmarks/results/<name>.json.
+    """What a benchmark found: measurements and targets; printed, and written to a JSON file.
 
     Args:
         name: of the benchmark, also of its file.
@@ -138,6 +138,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.targets: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.failures: list[str] = []
         self._busy_before = _busy_seconds()
         print(f"{title}\n", flush=True)
 
@@ -156,6 +157,16 @@ class Report:
         shown = ", ".join(f"{name.replace('_', ' ')} {ratio:.3g}" for name, ratio in ratios.items())
         print(f"  {what:<58} {spread} {unit}{'; ' + shown if shown else ''}", flush=True)
 
+    def skip(self, what: str, why: str) -> None:
+        """A measurement that this machine cannot make."""
+        self.rows.append({"what": what, "why": why})
+        print(f"  {what:<58} {why}", flush=True)
+
+    def failure(self, what: str, why: str) -> None:
+        """A measurement or check that went wrong."""
+        self.failures.append(what)
+        self.skip(what, f"FAILED: {why}")
+
     def target(self, what: str, value: float, comparison: Literal[">=", "<="], bound: float) -> None:
         """A number that must be reached."""
         value, bound = float(value), float(bound)  # of NumPy's numbers too
@@ -172,11 +183,11 @@ class Report:
         self.notes.append(text)
         print(f"  {text}", flush=True)
 
-    def write(self) -> None:
-        """Writes the JSON file; call it once the sides are closed, whose CPU time then counts as this run's own."""
+    def write(self, folder: Path = RESULTS) -> None:
+        """Writes `<name>.json`; call it once the sides are closed, whose CPU time then counts as this run's own."""
         busy, own = _busy_seconds()[0] - self._busy_before[0], _busy_seconds()[1] - self._busy_before[1]
         elapsed = _busy_seconds()[2] - self._busy_before[2]
-        RESULTS.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         contents = {
             "benchmark": self.name,
             "title": self.title,
@@ -188,9 +199,9 @@ class Report:
             "targets": self.targets,
             "notes": self.notes,
         }
-        path = RESULTS / f"{self.name}.json"
+        path = folder / f"{self.name}.json"
         path.write_text(json.dumps(contents, indent=1) + "\n")
-        print(f"\n  {path.relative_to(ROOT)}\n", flush=True)
+        print(f"\n  {path}\n", flush=True)
 
 
 def machine() -> str:

@@ -41,9 +41,11 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
     ]
     page = [*table(["benchmark", "what", "measured", "wanted", "reached"], reached), ""]
     for result in results:
-        names = list(dict.fromkeys(name for row in result["rows"] for name in row["ratios"]))
+        names = list(dict.fromkeys(name for row in result["rows"] for name in row.get("ratios", {})))
         rows = [
-            [row["what"], str(Spread(row["median"], row["least"], row["greatest"])), row["unit"]]
+            [row["what"], row["why"], "", *("" for _ in names)]
+            if "why" in row
+            else [row["what"], str(Spread(row["median"], row["least"], row["greatest"])), row["unit"]]
             + [f"{row['ratios'][name]:.3g}" if name in row["ratios"] else "" for name in names]
             for row in result["rows"]
         ]

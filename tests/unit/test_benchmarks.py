@@ -25,6 +25,7 @@ RESULT = {
             "rounds": 5,
             "ratios": {"of_limit": 0.25},
         },
+        {"what": "on a GPU", "why": "cuda only"},
     ],
     "targets": [{"what": "theirs / ours", "value": 4.0, "comparison": ">=", "bound": 5, "reached": False}],
     "notes": ["One thread each."],
@@ -49,6 +50,7 @@ def test_the_page_gets_the_targets_and_the_measurements_between_its_markers_and_
     assert "|  | median (least to greatest) | unit | of limit |" in page
     assert "| ours | 2 (1 to 3) | ms |  |" in page
     assert "| theirs | 8 (8 to 9) | ms | 0.25 |" in page
+    assert "| on a GPU | cuda only |  |  |" in page
     assert "- One thread each." in page
     assert with_results(page, [RESULT]) == page
 

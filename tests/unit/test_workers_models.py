@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from verl_like.workers import linear_log_prob, models
-from verl_like.workers.attention import choose_attention
+from verl_like.workers.attention import choose_attention, packed_varlen
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, PolicyModelConfig
 from verl_like.workers.models import PolicyModel, RewardModel, ValueModel, pack
 from verl_like.workers.pretrained import check_sequence_length, load_config, load_pretrained
@@ -268,6 +268,20 @@ def test_a_new_value_head_depends_on_the_seed_alone(model_path):
 def test_attention_kernels_that_need_a_gpu_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match="on a GPU"):
         choose_attention("varlen", "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_varlen_kernel_takes_grouped_heads_and_windows(groups):
+    """On the meta device: what is passed to torch's kernel is what its signature has."""
+    query, key, value = (
+        torch.empty(1, heads, 10, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, groups, groups)
+    )
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    output = packed_varlen(query, key, value, [4, 6], starts, None, 3, None)
+    assert output.shape == (1, 10, 4, 64)
+    gradients = torch.autograd.grad(output.sum(), (query, key, value))
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
 def test_a_kernel_that_cannot_bound_attention_logits_is_neither_chosen_nor_accepted():

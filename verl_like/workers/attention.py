@@ -1,6 +1,7 @@
 """Causal attention over packed sequences: what lets a forward run without padding and without mixing sequences."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -135,6 +136,10 @@ def _softcapped(
     return logits_LL.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
+# torch 2.11's kernel takes grouped heads too, without being told.
+_VARLEN_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
 def packed_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -153,7 +158,7 @@ def packed_varlen(
         *(cu_seqlens, cu_seqlens, longest, longest),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.size(1) != key.size(1),
+        **_VARLEN_GROUPED,
     )
     return output_NHD.unsqueeze(0)
 
