@@ -42,7 +42,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         config: settings of the policy in all its roles.
         role: `actor`, `ref` or `rollout`; a worker plays one role and has no model for the methods of the others.
         seed: the run's seed, for sampling.
-        total_training_steps: training steps of the run, for a learning rate that depends on them.
+        total_training_steps: steps that train the actor, for a learning rate that depends on them.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ class TrainerConfig(ConfigModel):
     """Give the ranks rows of about equal work in every mini-batch, attention included; which rows a mini-batch has does
     not change."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
-    """First training steps in which only the critic is updated."""
+    """First training steps in which only the critic is updated; the actor's schedule counts the others."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
     default_local_dir: str
