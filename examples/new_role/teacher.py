@@ -1,13 +1,13 @@
 """A role of one's own: a frozen teacher in a pool of its own, whose opinion of a response is added to the reward."""
 
+from typing import ClassVar
+
 from verl_like.algorithms import masked_mean, on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.models import SEQUENCE_COLUMNS
-
-WEIGHT = 0.1
 
 
 class TeacherWorker(ActorRolloutRefWorker):
@@ -17,6 +17,8 @@ class TeacherWorker(ActorRolloutRefWorker):
     of the settings with another `model.path`.
     """
 
+    reward_columns: ClassVar = {"teacher_log_prob": 0.1}  # added to the reward with this weight
+
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config.actor_rollout_ref, role="ref", seed=config.trainer.seed)
 
@@ -24,11 +26,11 @@ class TeacherWorker(ActorRolloutRefWorker):
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),  # its ranks may share sequences
         blocking=False,
         reads=SEQUENCE_COLUMNS,
-        writes=["teacher_scores"],
+        writes=["teacher_log_prob"],
     )
     def annotate(self, data: DataProto) -> DataProto:
-        """`teacher_scores` (B R): WEIGHT times the mean log-probability of a response's tokens, on its last token."""
+        """`teacher_log_prob` (B R): the mean log-probability of a response's tokens, on its last token."""
         log_probs_BR = self.compute_ref_log_prob(data).batch["ref_log_prob"]
         mask_BR = data.batch["response_mask"]
-        scores_B = WEIGHT * masked_mean(log_probs_BR, mask_BR, axis=-1)
-        return DataProto.from_dict(tensors={"teacher_scores": on_last_token(scores_B, mask_BR)})
+        mean_B = masked_mean(log_probs_BR, mask_BR, axis=-1)
+        return DataProto.from_dict(tensors={"teacher_log_prob": on_last_token(mean_B, mask_BR)})

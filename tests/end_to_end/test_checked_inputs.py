@@ -79,7 +79,9 @@ def model_rows(folder: Path) -> Path:
     return path
 
 
-def test_rows_with_style_model_need_a_reward_model_and_then_no_rule(tmp_path: Path, tiny_llama: Callable):
+def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_then_no_rule(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
     rows = model_rows(tmp_path)
     settings = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null"]
     settings += [f"data.train_files={rows}", f"data.val_files={rows}"]
@@ -89,6 +91,10 @@ def test_rows_with_style_model_need_a_reward_model_and_then_no_rule(tmp_path: Pa
     config = load_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(config, cleanup).scorer is None
+    teacher = "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=global_pool"
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    with contextlib.ExitStack() as cleanup:
+        assert check_inputs(load_config([*settings, *teacher]), cleanup).scorer is None
 
 
 @pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])

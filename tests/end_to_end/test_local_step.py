@@ -36,10 +36,11 @@ def run_locally(folder: Path, tiny_llama: Callable, *settings: str, steps: int =
     config = run_ppo.with_training_steps(load_config(settings), steps)
     tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
+    own_classes = {role: run_ppo.import_worker_class(role, path) for role, path in config.worker_classes.items()}
     rewards = run_ppo.start_reward_manager(config)
     recorder = RunRecorder(config)
     trainer = LocalTrainer(
-        config, tokenizer, run_ppo.build_role_worker_mapping(config, {}), None, *datasets,
+        config, tokenizer, run_ppo.build_role_worker_mapping(config, own_classes), None, *datasets,
         RuleScorer(rewards, tokenizer, scores_every_row=True), recorder,
     )  # fmt: skip
     trainer.init_workers()
@@ -96,3 +97,67 @@ def test_rewards_are_the_same_whether_samples_are_scored_as_they_end_or_together
         timed = {name for name in a if name.startswith(("timing_s/", "perf/")) or "/perf/" in name}
         assert set(a) == set(b) and set(a) - same <= timed | {"reward/early_ratio"}
         assert {"critic/score/mean", "actor/pg_loss", "val-core/exact_match/acc/mean@1"} <= same
+
+
+UNRELIABLE_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    index = extra_info["index"]
+    if index in (1, 5): return None
+    if index in (2, 6): raise RuntimeError("no")
+    if index == 3: time.sleep(60)
+    return 2.0
+"""
+
+
+def test_validation_counts_what_it_could_not_score_as_0_and_says_how_much_that_was(
+    tmp_path: Path, tiny_llama: Callable
+):
+    """Of eight prompts three are scored 2, two have no score, two fail, and one hangs."""
+    (tmp_path / "unreliable.py").write_text(UNRELIABLE_REWARD)
+    settings = [f"custom_reward_function.path={tmp_path}/unreliable.py", "reward.on_error=skip", "reward.timeout_s=0.5"]
+    run_locally(tmp_path, tiny_llama, *settings, "trainer.test_freq=-1", steps=1)
+    validation, step = metrics_of(tmp_path)
+    assert validation["val-core/exact_match/reward/mean@1"] == 3 * 2.0 / 8
+    counts = {name: validation[f"val-aux/{name}"] for name in ("num_skipped", "num_errors", "num_timeouts")}
+    assert counts == {"num_skipped": 5, "num_errors": 2, "num_timeouts": 1}
+    assert "reward/num_skipped" in step and "val-aux/num_skipped" not in step
+
+
+OWN_ROLE = """
+import torch
+from verl_like.algorithms import on_last_token
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.worker import Worker
+
+
+class Judge(Worker):
+    reward_columns = {"judged": 0.5}
+
+    def __init__(self, config):
+        pass
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        pass
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=["response_mask"], writes=["judged", "logged_scores"])
+    def annotate(self, data):
+        mask_BR = data.batch["response_mask"]
+        judged_BR = on_last_token(torch.full((len(data),), 3.0), mask_BR)
+        return DataProto.from_dict(tensors={"judged": judged_BR, "logged_scores": torch.full(mask_BR.shape, 100.0)})
+"""
+
+
+def test_a_role_of_ones_own_rewards_in_training_and_in_validation_alike(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own_judge.py").write_text(OWN_ROLE)
+    (tmp_path / "rule.py").write_text("def compute_score(**arguments):\n    return 0.25\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ["worker_classes.judge=own_judge.Judge", "role_mapping.judge=global_pool", "trainer.test_freq=-1"]
+    run_locally(tmp_path, tiny_llama, *settings, f"custom_reward_function.path={tmp_path}/rule.py", steps=1)
+    validation, step = metrics_of(tmp_path)
+    assert validation["val-core/exact_match/reward/mean@1"] == step["critic/score/mean"] == 0.25 + 0.5 * 3.0

@@ -147,7 +147,7 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
         "role_mapping.ref=ref_pool", "resource_pool_spec.ref_pool=[2]",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",  # all of these ranks share each sequence
         "algorithm.use_kl_in_reward=true", "reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}",
-        "trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1",
+        "trainer.total_training_steps=1", "trainer.val_before_train=false",
     ]  # fmt: skip
     (tmp_path / "reward.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
     assert run_ppo(load_config([*settings, *roles])) == 0
@@ -158,3 +158,4 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
     row = metrics_of(tmp_path)[-1]
     # Rules 1, judge 0, and the teacher 0.1 times a mean log-probability, which is at least -log(68) on average.
     assert 0.5 < row["critic/score/mean"] < 1
+    assert 0.5 < row["val-core/exact_match/reward/mean@1"] < 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from verl_like.protocol import DataProto, pad_dataproto_to_divisor
+from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
 from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
 from verl_like.workers.rollout import RolloutEngine, RolloutError, base, build_rollout_engine
 from verl_like.workers.rollout.base import (
@@ -315,6 +315,31 @@ def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], mo
     padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, True])}))
     parts, output = parts_and_result(engine, padded)
     assert {sample.uid for part in parts for sample in part} == {"0-0", "0-1"} and len(output) == 9
+
+
+class Caching(HfEngine):
+    """Claims that the first response to each prompt found this many of its tokens in the prefix cache."""
+
+    def _generate(self, *args: Any) -> Iterator[list[tuple[int, int, Completion]]]:
+        for finished in super()._generate(*args):
+            yield [
+                (row, k, dataclasses.replace(completion, num_cached_tokens=self.num_cached[row] if k == 0 else 0))
+                for row, k, completion in finished
+            ]
+
+
+def test_padding_rows_do_not_count_in_the_prefix_cache_hit_rate(model: tuple[str, LlamaForCausalLM]) -> None:
+    engine = make_engine(model)
+    engine.__class__, engine.num_cached = Caching, [2, 1, 3]
+    lengths = [len(prompt) for prompt in PROMPTS]
+    for is_pad, num_cached, num_tokens in (
+        ([False, False, True], 2 + 1, 3 * (lengths[0] + lengths[1])),
+        ([False, True, True], 2, 3 * lengths[0]),
+        ([True, True, True], 0, 0),
+    ):
+        padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor(is_pad)}))
+        rate = engine.generate_sequences(padded).meta_info["metrics"]["rollout/prefix_cache_hit_rate"]
+        assert rate == Metric.mean(num_cached / max(1, num_tokens), weight=num_tokens)
 
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:

@@ -95,9 +95,9 @@ def test_the_core_variable_of_a_data_source_is_acc_where_its_reward_function_rep
     }
 
 
-def test_a_skipped_sample_leaves_the_validation_scores_alone():
+def test_a_skipped_sample_has_a_reward_of_0_and_no_other_value():
     batch = DataProto.from_dict(
-        tensors={"rule_scores": torch.tensor([[0.0, 1.0], [0.0, 0.0]]), "is_skipped": torch.tensor([False, True])},
+        tensors={"responses": torch.zeros(2, 2)},
         non_tensors={
             "data_source": np.array(["a", "a"], dtype=object),
             "uid": np.array(["0-0", "0-1"], dtype=object),
@@ -105,7 +105,26 @@ def test_a_skipped_sample_leaves_the_validation_scores_alone():
             "reward_extra/said": np.array(["yes", None], dtype=object),
         },
     )
-    assert validation_samples(batch) == [
+    assert validation_samples(batch, torch.tensor([1.0, 0.0])) == [
         ValidationSample("a", "0-0", {"reward": 1.0, "acc": 1.0}),
-        ValidationSample("a", "0-1", {}),
+        ValidationSample("a", "0-1", {"reward": 0.0}),
     ]
+
+
+@pytest.mark.parametrize("core", ["reward", "acc"])
+def test_validation_counts_what_was_not_scored_as_0(core: str):
+    """Twelve prompts: three answers right, five wrong, four not scored."""
+    values = [{"reward": 1.0, "acc": 1.0, "length": 6.0}] * 3 + [{"reward": 0.0, "acc": 0.0, "length": 2.0}] * 5
+    values = [{name: v[name] for name in ("reward", core, "length")} for v in values] + [{"reward": 0.0}] * 4
+    metrics = validation_metrics([ValidationSample("a", str(i), v) for i, v in enumerate(values)])
+    assert metrics[f"val-core/a/{core}/mean@1"] == 0.25
+    assert metrics["val-aux/a/length/mean@1"] == (3 * 6 + 5 * 2) / 8  # of the responses that have one
+
+
+def test_validation_counts_an_unscored_sample_of_a_prompt_as_0():
+    """Two prompts of three samples: of the first one is right and one not scored, of the second none is scored."""
+    metrics = validation_metrics(
+        [*samples("a", "0", {"acc": 1.0}, {"reward": 0.0}, {"acc": 0.0}), *samples("a", "1", *[{"reward": 0.0}] * 3)]
+    )
+    assert metrics["val-core/a/acc/mean@3"] == pytest.approx(1 / 6)
+    assert metrics["val-core/a/acc/best@3/mean"] == 0.5

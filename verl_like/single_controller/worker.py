@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from verl_like.single_controller.decorator import Dispatch, Execute, register
 
@@ -15,6 +15,9 @@ class Worker:
     Rank and sizes come from the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
     VERL_LIKE_DEVICE), which the group sets before the worker is made.
     """
+
+    reward_columns: ClassVar[Mapping[str, float]] = {}
+    """The columns (B R) that this worker writes and that make up the reward, each with its weight in the sum."""
 
     _rank: int
     _world_size: int

@@ -1,6 +1,6 @@
 """Step and validation metrics computed on the driver, under verl's names."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +44,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
 @dataclass(frozen=True)
 class ValidationSample:
-    """One response of a validation: "reward" unless it was skipped, and what the reward function added to it."""
+    """One response of a validation: its "reward", 0 if it was skipped, and what the reward function added to it."""
 
     data_source: str
     prompt_id: str
@@ -55,19 +55,22 @@ def validation_metrics(samples: list[ValidationSample]) -> dict[str, float]:
     """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean` when N > 1.
 
     The core variable of a data source is "acc" where its reward function reports that, else "reward"; the other
-    variables go to `val-aux/`.
+    variables go to `val-aux/`. In a sample without it, such as one that was skipped, the core variable counts 0; the
+    others are means over the samples that have them.
     """
-    values_of: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
+    samples_of: dict[str, list[ValidationSample]] = defaultdict(list)
     for sample in samples:
-        for name, value in sample.values.items():
-            values_of[sample.data_source][name][sample.prompt_id].append(value)
+        samples_of[sample.data_source].append(sample)
     metrics: dict[str, float] = {}
-    for source, variables in values_of.items():
-        core = "acc" if "acc" in variables else "reward"
-        for name, values_of_prompt in variables.items():
-            num_samples = max(len(values) for values in values_of_prompt.values())
+    for source, its_samples in samples_of.items():
+        names = dict.fromkeys(name for sample in its_samples for name in sample.values)
+        core = "acc" if "acc" in names else "reward"
+        num_samples = max(Counter(sample.prompt_id for sample in its_samples).values())
+        for name in names:
+            values_of_prompt: dict[str, list[float]] = defaultdict(list)
+            for sample in its_samples:
+                if name == core or name in sample.values:
+                    values_of_prompt[sample.prompt_id].append(sample.values.get(name, 0.0))
             prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
             metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean([np.mean(v) for v in values_of_prompt.values()]))
             if num_samples > 1:

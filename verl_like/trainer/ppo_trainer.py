@@ -24,7 +24,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import EXTRA_PREFIX, PendingScores, RuleScorer
+from verl_like.trainer.scoring import EXTRA_PREFIX, PendingScores, RuleScorer, reward_columns, total_scores
 from verl_like.workers.flops import ModelCost
 from verl_like.workers.pretrained import load_config
 
@@ -34,8 +34,8 @@ class RayPPOTrainer:
 
     `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A role that
     PPO does not know (one of the user's own) takes part through its registered method `annotate`: it is called with
-    the generated batch, next to the reference and the critic, and the columns it writes join the batch; a column
-    `<role>_scores` (B R) is added to the reward.
+    the generated batch, next to the reference and the critic, and the columns it writes join the batch; those in its
+    class's `reward_columns` are added to the reward, in validation too.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class RayPPOTrainer:
         self.recorder = recorder
         if rule_scorer:
             rule_scorer.on_call = recorder.timeline.record
+        worker_classes = {role: built.cls for role, built in role_worker_mapping.items()}
+        self.reward_columns = reward_columns(worker_classes, with_rules=rule_scorer is not None)
         self.ray_worker_group_cls = ray_worker_group_cls
         self.sampler = EpochSampler(
             len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
@@ -77,7 +79,7 @@ class RayPPOTrainer:
         self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
         self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
         self.reward_model = self.groups.get(Role.RewardModel)
-        self.annotators = [group for role, group in self.groups.items() if role not in list(Role)]
+        self.annotators = {role: group for role, group in self.groups.items() if role not in list(Role)}
         others = [group for group in self.groups.values() if group is not self.rollout]
         if self.config.trainer.device == "cuda":
             # An engine takes its share of what is free on its device, so what else lives there loads first.
@@ -148,7 +150,8 @@ class RayPPOTrainer:
             pending.append(self.submit(self.critic.compute_values, batch, work))
         if self.reward_model:
             pending.append(self.submit(self.reward_model.compute_rm_score, batch, work))
-        pending += [group.annotate.remote(batch) for group in self.annotators]  # samples of a prompt stay together
+        # Not in balanced order, so that the samples of a prompt stay together.
+        pending += [group.annotate.remote(batch) for group in self.annotators.values()]
         pending += [scores.complete(batch)] if scores else []
         for future in pending:
             batch = batch.union(self.collect(future))
@@ -211,7 +214,7 @@ class RayPPOTrainer:
         if "is_skipped" in columns:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
         columns["response_mask"] = mask_BR
-        columns["token_level_scores"] = total_scores(batch)
+        columns["token_level_scores"] = total_scores(batch, self.reward_columns)
         columns["token_level_rewards"] = columns["token_level_scores"]
         if self.config.algorithm.use_kl_in_reward:
             kl_coef = self.kl_controller.value
@@ -260,10 +263,19 @@ class RayPPOTrainer:
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
         pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
-        for future in [*pending, scores.complete(batch)] if scores else pending:
+        for role, group in self.annotators.items():
+            pending += [group.annotate.remote(batch)] if self.role_worker_mapping[role].cls.reward_columns else []
+        pending += [scores.complete(batch)] if scores else []
+        for future in pending:
             batch = batch.union(self.collect(future))
-        self.recorder.show_generations(self.global_step, self.tokenizer, batch, total_scores(batch).sum(-1))
-        return validation_metrics(validation_samples(batch))
+        scores_B = total_scores(batch, self.reward_columns).sum(-1)
+        scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
+        self.recorder.show_generations(self.global_step, self.tokenizer, batch, scores_B)
+        called = metric_values(merge_metrics(self.metrics))
+        counts = {
+            name.replace("reward/", "val-aux/"): n for name, n in called.items() if name.startswith("reward/num_")
+        }
+        return validation_metrics(validation_samples(batch, scores_B)) | counts
 
     def save(self) -> None:
         """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""
@@ -275,16 +287,9 @@ class RayPPOTrainer:
                 group.save_checkpoint(str(folder / role / "checkpoint"))
 
 
-def total_scores(batch: DataProto) -> torch.Tensor:
-    """The sum of what rules, reward model and roles of the user's own gave: all columns named `*_scores`, (B R)."""
-    parts = [c for name, c in batch.batch.items() if name.endswith("_scores") and name != "token_level_scores"]
-    return torch.stack(parts).sum(0)
-
-
-def validation_samples(batch: DataProto) -> list[ValidationSample]:
-    """The reward of each response that was scored, and the numbers that the reward function added to it."""
-    scores_B, columns = total_scores(batch).sum(-1).tolist(), batch.non_tensor_batch
-    skipped_B = batch.batch.get("is_skipped", torch.zeros(len(batch), dtype=torch.bool)).tolist()
+def validation_samples(batch: DataProto, scores_B: torch.Tensor) -> list[ValidationSample]:
+    """The reward of each response (0 where it was skipped) and the numbers that the reward function added to it."""
+    columns = batch.non_tensor_batch
     added = {
         name: values for name, values in columns.items() if name.startswith(EXTRA_PREFIX) and values.dtype != object
     }
@@ -292,8 +297,8 @@ def validation_samples(batch: DataProto) -> list[ValidationSample]:
         ValidationSample(
             data_source=columns["data_source"][i],
             prompt_id=columns["uid"][i],
-            values=({} if skipped_B[i] else {"reward": scores_B[i]})
+            values={"reward": score}
             | {name.removeprefix(EXTRA_PREFIX): float(v[i]) for name, v in added.items() if not np.isnan(v[i])},
         )
-        for i in range(len(batch))
+        for i, score in enumerate(scores_B.tolist())
     ]

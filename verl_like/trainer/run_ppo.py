@@ -29,7 +29,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import RuleScorer, has_rule
+from verl_like.trainer.scoring import RuleScorer, has_rule, reward_columns
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
@@ -135,12 +135,14 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
         scorer = RuleScorer(manager, tokenizer, every_row)
         scorer.check(train_dataset)
         scorer.check(val_dataset)
-    elif not config.reward_model.enable:
+    mapping = build_role_worker_mapping(config, own_classes)
+    if not reward_columns({role: built.cls for role, built in mapping.items()}, with_rules=scorer is not None):
         raise ValueError(
             "nothing rewards the responses: the reward_model.style of every row is 'model', but reward_model.enable is "
-            "false; enable the reward model, set custom_reward_function.path, or correct the rows."
+            "false and no role of your own has reward_columns; enable the reward model, set "
+            "custom_reward_function.path, or correct the rows."
         )
-    return Inputs(config, tokenizer, train_dataset, val_dataset, build_role_worker_mapping(config, own_classes), scorer)
+    return Inputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer)
 
 
 def check_environment(config: PPOConfig) -> None:

@@ -1,6 +1,6 @@
 """From responses to `rule_scores`: decoded on the driver, scored in reward processes, put on the last token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,42 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Metric
 from verl_like.rewards.manager import RewardManager, RewardSample
 from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller.decorator import registered_methods
+from verl_like.single_controller.worker import Worker
+from verl_like.trainer.roles import Role
 from verl_like.workers.rollout import FinishedSample
 
 _PAUSE_S = 0.01
+RULE_COLUMNS = {"rule_scores": 1.0}
 EXTRA_PREFIX = "reward_extra/"
 """What a reward function returns besides the score, per sample, becomes columns with this prefix."""
+
+
+def reward_columns(worker_classes: Mapping[str, type[Worker]], with_rules: bool) -> dict[str, float]:
+    """The columns whose weighted sum is the reward: those that the worker class of each role declares, and the rules'.
+
+    Raises:
+        ValueError: a column that its class does not write, that two roles write, or of a role that does not reward.
+    """
+    columns = dict(RULE_COLUMNS) if with_rules else {}
+    for role, worker_class in worker_classes.items():
+        method = "compute_rm_score" if role == Role.RewardModel else "annotate"
+        spec = registered_methods(worker_class).get(method)
+        for name, weight in worker_class.reward_columns.items():
+            where = f"{worker_class.__name__}.reward_columns has {name!r}"
+            if role in set(Role) - {Role.RewardModel}:
+                raise ValueError(f"{where}, but only a reward model and roles of your own reward, not the {role}.")
+            if name not in ((spec and spec.writes) or ()):
+                raise ValueError(f"{where}, which is not in the writes=[...] of its {method}: name it there.")
+            if name in columns:
+                raise ValueError(f"{where}, which another role or the rules write as well: rename the column.")
+            columns[name] = weight
+    return columns
+
+
+def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
+    """The reward before any KL penalty: the weighted sum of the reward columns, (B, R)."""
+    return torch.stack([weight * batch.batch[name] for name, weight in reward_columns.items()]).sum(0)
 
 
 class RuleScorer:

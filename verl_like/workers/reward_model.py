@@ -1,5 +1,7 @@
 """A learned reward: one score for each response, by a pretrained sequence classifier."""
 
+from typing import ClassVar
+
 import torch
 from transformers import AutoModelForSequenceClassification
 
@@ -16,6 +18,8 @@ from verl_like.workers.pretrained import load_pretrained
 
 class RewardModelWorker(Worker):
     """One rank of the reward model. It reads the policy's token ids, so both share a vocabulary."""
+
+    reward_columns: ClassVar = {"rm_scores": 1.0}
 
     def __init__(self, config: RewardModelConfig) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -168,10 +168,13 @@ class RolloutEngine(ABC):
         seeds = [[request_seed(self.seed, step, validate, uid, k) for k in range(sampling.n)] for uid in uids]
         labels = [f"row {row} (uid {uid})" for row, uid in enumerate(uids)]
         token_lists = strip_padding(prompts, labels, self.config.prompt_length)
+        is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
+        real_rows = [row for row, is_pad in enumerate(is_pad_B.tolist()) if not is_pad]
+        told_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
         with closing(self._generate(token_lists, sampling, seeds)) as generation:
-            groups = yield from self._collect(generation, prompts, labels, sampling)
-        num_cached = sum(completion.num_cached_tokens for group in groups for completion in group)
-        num_prompt_tokens = sampling.n * sum(map(len, token_lists))
+            groups = yield from self._collect(generation, told_uids, labels, sampling)
+        num_cached = sum(completion.num_cached_tokens for row in real_rows for completion in groups[row])
+        num_prompt_tokens = sampling.n * sum(len(token_lists[row]) for row in real_rows)
         output = assemble(
             prompts,
             groups,
@@ -180,22 +183,21 @@ class RolloutEngine(ABC):
             policy_version=self.policy_version,
         )
         output.meta_info["metrics"] = {
-            "rollout/prefix_cache_hit_rate": Metric.mean(num_cached / num_prompt_tokens, weight=num_prompt_tokens)
+            "rollout/prefix_cache_hit_rate": Metric.mean(
+                num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens
+            )
         }
         return output
 
     def _collect(
         self,
         generation: Iterator[list[tuple[int, int, Completion]]],
-        prompts: DataProto,
+        told_uids: Mapping[int, str],
         labels: Sequence[str],
         sampling: Sampling,
     ) -> Generator[list[FinishedSample], None, list[list[Completion]]]:
-        """Checks what the engine finishes, yields it, and returns it by prompt and index."""
+        """Checks what the engine finishes, yields that of the rows in `told_uids`, returns all by prompt and index."""
         vocab_size = self.hf_config.get_text_config().vocab_size
-        uids = prompts.non_tensor_batch["uid"]
-        is_told_B = ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
-        is_told = is_told_B.tolist() if self.is_collect else [False] * len(prompts)
         groups: list[dict[int, Completion]] = [{} for _ in labels]
         finished: list[FinishedSample] = []
         told = time.monotonic()
@@ -203,8 +205,8 @@ class RolloutEngine(ABC):
             for row, index, completion in completions:
                 check_completion(completion, f"Response {index} of {labels[row]}", sampling, vocab_size=vocab_size)
                 groups[row][index] = completion
-                if is_told[row]:
-                    finished.append(FinishedSample(uids[row], index, completion.token_ids))
+                if row in told_uids:
+                    finished.append(FinishedSample(told_uids[row], index, completion.token_ids))
             if finished and time.monotonic() - told > _SECONDS_BETWEEN_PARTS:
                 yield finished
                 finished, told = [], time.monotonic()
