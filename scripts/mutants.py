@@ -35,7 +35,7 @@ fails. A time-out does not count as killed.
 WARM = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.testing", "tensordict",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "hypothesis", "hydra",
-    "pydantic", "pyarrow.parquet", "pebble", "rich.console", "ray", "matplotlib.figure", "pytest_timeout",
+    "pydantic", "pyarrow.parquet", "rich.console", "ray", "matplotlib.figure", "pytest_timeout",
 )  # fmt: skip
 
 
