@@ -55,18 +55,20 @@ class Baseline:
 
 
 IN_OTHER_PROCESSES = """
+import contextlib
 import os
 
 if "COVERED_TEST" in os.environ:
-    import coverage
+    with contextlib.suppress(ImportError):  # a test that sets PYTHONPATH hides it
+        import coverage
 
-    folder = os.path.dirname(__file__)
-    covered = coverage.Coverage(
-        data_file=folder + "/.covered", data_suffix=True, auto_data=True, config_file=False,
-        include=[folder + "/verl_like/*"], context=os.environ["COVERED_TEST"],
-    )
-    covered.set_option("run:disable_warnings", ["no-data-collected"])
-    covered.start()
+        folder = os.path.dirname(__file__)
+        covered = coverage.Coverage(
+            data_file=folder + "/.covered", data_suffix=True, auto_data=True, config_file=False,
+            include=[folder + "/verl_like/*"], context=os.environ["COVERED_TEST"],
+        )
+        covered.set_option("run:disable_warnings", ["no-data-collected"])
+        covered.start()
 """
 """Python runs this at the start of each process that a test starts: ranks of a group, reward processes."""
 
