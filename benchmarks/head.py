@@ -26,7 +26,7 @@ CONTENDERS = {
     "float64": ("head_ours.py", "project", "float64"),
 }
 CHUNK_BYTES = 64 << 20
-"""The largest chunk: LOGITS_PER_CHUNK in float32 (half as much in bfloat16)."""
+"""The largest chunk on a CPU: LOGITS_PER_CHUNK in float32."""
 
 
 def check(sides: dict[str, Side], shape: list[int], device: str) -> None:

@@ -41,7 +41,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def chunks(hidden, weight):
-        size = max(1, LOGITS_PER_CHUNK // len(hidden))
+        size = max(1, LOGITS_PER_CHUNK[hidden.device.type] // len(hidden))
         buffer = hidden.new_empty(len(hidden) * size)
         for start in range(0, len(weight), size):
             end = min(start + size, len(weight))

@@ -69,6 +69,20 @@ class RolloutProcess:
         finally:
             self.engine._load = load
 
+    def call_and_change_a_weight(self, method: str, *args: Any) -> Any:
+        """Calls the engine, whose `_load` then changes one number of a parameter that a kernel reads as it is."""
+        load = self.engine._load
+
+        def load_and_change(weights: Any) -> None:
+            load(weights)
+            self.engine._call(lambda worker: worker.model_runner.get_model().model.embed_tokens.weight[3, 2].add_(1.0))
+
+        self.engine._load = load_and_change
+        try:
+            return self.call(method, *args)
+        finally:
+            self.engine._load = load
+
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
@@ -346,6 +360,7 @@ def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: An
 
     call(process, "load_weights", export(model, 3), 3)
     expect_sync_error(process, did_not_arrive, export(other, 4), method="call_without_loading")
+    expect_sync_error(process, did_not_arrive, export(other, 4), method="call_and_change_a_weight")
 
     for skipped in (
         "model.layers.1.self_attn.k_proj.weight",

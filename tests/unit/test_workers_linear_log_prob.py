@@ -38,7 +38,7 @@ def assert_close(got, expected, tolerance):
 
 
 def use_chunks(monkeypatch, columns, rows):
-    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", columns * M)
+    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", {"cpu": columns * M})
     monkeypatch.setattr(module, "LOGITS_PER_BLOCK", {"cpu": rows * columns})
 
 

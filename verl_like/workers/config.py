@@ -324,10 +324,12 @@ class RolloutConfig(ConfigModel):
     """Run without CUDA graphs: starts faster, decodes slower."""
     free_cache_engine: bool = True
     """Free the engine's weights and cache while training runs; for pools that roll out and train in turn."""
-    max_num_batched_tokens: PositiveInt = 8192
-    """Most tokens the engine processes in one iteration; on a CPU at least a whole sequence."""
-    max_num_seqs: PositiveInt = 256
-    """Most sequences the engine processes at once."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Most tokens the engine processes in one iteration; null means vLLM's own number for the GPU (16384 with 70 GiB or
+    more, A100: 8192) and 8192 on a CPU. On a CPU it is at least the longest sequence."""
+    max_num_seqs: PositiveInt | None = None
+    """Most sequences the engine processes at once; null means vLLM's own number for the GPU (1024 with 70 GiB or more,
+    A100: 256), and 256 on a CPU and for the hf engine."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank when the actor recomputes log-probabilities."""
     log_prob_use_dynamic_bsz: bool = False

@@ -153,12 +153,20 @@ def _local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
 
 
 def _pack_bucket(index: int, tensors: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]]) -> WeightBucket:
-    pieces = [tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy() for _, _, tensor in tensors]
+    pieces = [tensor.contiguous().view(-1).view(torch.uint8) for _, _, tensor in tensors if tensor is not None]
+    assert len(pieces) == len(tensors), "a bucket of another rank has no values here"
+    on_gpu = pieces[0].is_cuda
+    # Always a copy: the trainer goes on writing into its parameters. Pinned, so that copies queue and are awaited once.
+    data = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8, pin_memory=on_gpu)
+    for place, piece in zip(data.split([piece.numel() for piece in pieces]), pieces, strict=True):
+        place.copy_(piece, non_blocking=True)
+    if on_gpu:
+        torch.cuda.synchronize()
     return WeightBucket(
         index=index,
         names=tuple(name for name, _, _ in tensors),
         shapes=tuple(shape for _, shape, _ in tensors),
-        data=np.concatenate(pieces),  # always a copy: the trainer goes on writing into its parameters
+        data=data.numpy(),
     )
 
 

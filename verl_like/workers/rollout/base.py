@@ -23,6 +23,9 @@ from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_e
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
 
+CPU_NUM_SEQS = 256
+"""Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
+
 _SECONDS_BETWEEN_PARTS = 0.05  # sending finished samples costs the engine well under a millisecond each time
 
 

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from verl_like.workers.rollout.base import Completion, RolloutEngine, Sampling
+from verl_like.workers.rollout.base import CPU_NUM_SEQS, Completion, RolloutEngine, Sampling
 from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
 
 
@@ -48,7 +48,7 @@ class HfEngine(RolloutEngine):
             pad_token_id=self.pad_token_id,
             return_dict_in_generate=True,
         )
-        at_once = max(1, self.config.max_num_seqs // sampling.n)
+        at_once = max(1, (self.config.max_num_seqs or CPU_NUM_SEQS) // sampling.n)
         for start in range(0, len(prompts), at_once):
             rows = slice(start, start + at_once)
             draw = _SeededDraw(sampling, [seed for group in seeds[rows] for seed in group])

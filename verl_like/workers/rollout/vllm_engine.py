@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_like.workers.rollout.base import Completion, RolloutEngine, Sampling
+from verl_like.workers.rollout.base import CPU_NUM_SEQS, Completion, RolloutEngine, Sampling
 from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
 
 _CPU_KV_BLOCK_TOKENS = 128
+_CPU_BATCHED_TOKENS = 8192
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
@@ -36,7 +37,8 @@ class VllmEngine(RolloutEngine):
         self.llm = self._start("uni" if is_alone else self._replica_executor())
         if not is_alone:
             self._unlink_shared_memory()
-        self._call(_watch_loading)
+        if self.device == "cpu":
+            self._call(_watch_loading)
 
     def _prepare_import(self) -> None:
         """Checks that vLLM is installed, and sets what it reads from the environment as it is imported."""
@@ -71,9 +73,12 @@ class VllmEngine(RolloutEngine):
             distributed_executor_backend=executor,
             disable_custom_all_reduce=True,  # that kernel looks its peers' devices up, and a process sees only its own
             max_model_len=self._max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            # None is vLLM's own number, which depends on the GPU.
+            max_num_seqs=self._cpu_num_seqs if on_cpu else config.max_num_seqs,
             # On CPU vLLM stops with an error at a part of a prompt whose request has a seed, so prompts stay whole.
-            max_num_batched_tokens=max(config.max_num_batched_tokens, self._max_model_len if on_cpu else 0),
+            max_num_batched_tokens=max(config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, self._max_model_len)
+            if on_cpu
+            else config.max_num_batched_tokens,
             enable_chunked_prefill=not on_cpu,
             enable_prefix_caching=True,  # the samples of a prompt share its cache
             enforce_eager=config.enforce_eager or on_cpu,
@@ -95,6 +100,10 @@ class VllmEngine(RolloutEngine):
                 f"{supported}. Use a model with one of these, or rollout.name=hf."
             )
 
+    @property
+    def _cpu_num_seqs(self) -> int:
+        return self.config.max_num_seqs or CPU_NUM_SEQS
+
     def _cpu_kv_cache_bytes(self) -> int:
         """Cache for `max_num_seqs` sequences of full length, at most the configured share of the free memory.
 
@@ -106,7 +115,7 @@ class VllmEngine(RolloutEngine):
         itemsize = getattr(torch, config.dtype).itemsize
         bytes_per_token = 2 * model.num_hidden_layers * heads * _head_size(model) * itemsize
         blocks_per_sequence = -(-self._max_model_len // _CPU_KV_BLOCK_TOKENS)
-        blocks = config.max_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
+        blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token, int(config.gpu_memory_utilization * free))
 
@@ -190,6 +199,7 @@ class VllmEngine(RolloutEngine):
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._asleep:
+            require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
         self._call(lambda worker: _reload(worker, weights))
         self.wake_up()
@@ -203,13 +213,26 @@ class VllmEngine(RolloutEngine):
         if self.config.free_cache_engine and self.device == "cuda":
             # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones.
             self.policy_version = None
+            free_before, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)
+            self._given_back = torch.cuda.mem_get_info()[0] - free_before
             self._asleep = True
 
     def wake_up(self) -> None:
         if self._asleep:
             self.llm.wake_up()
             self._asleep = False
+
+
+def require_room(free: int, total: int, needed: int) -> None:
+    """Raises ValueError unless `needed` bytes are free on a device of `total` bytes, so that the engine can wake up."""
+    if free < needed:
+        raise ValueError(
+            f"The rollout engine cannot wake up: it needs the {needed / 1e9:.1f} GB that it gave back when it went to "
+            f"sleep, but only {free / 1e9:.1f} of the device's {total / 1e9:.1f} GB are free, since weights, optimizer "
+            f"state and the like hold {(total - free) / 1e9:.1f} GB. Lower rollout.gpu_memory_utilization by at least "
+            f"{(needed - free) / total:.2f}, use more GPUs, or set fsdp_config.optimizer_offload or param_offload."
+        )
 
 
 def _completion(request: Any) -> Completion:
@@ -222,10 +245,11 @@ def _head_size(text_config: Any) -> int:
 
 
 def _watch_loading(worker: Any) -> None:
-    """Takes each layer's fingerprint after it was loaded and before it is prepared for the device's kernels.
+    """Takes each layer's fingerprint after it was loaded and before it is prepared for the CPU's kernels.
 
     The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
-    so this is the last moment at which they can be compared with the trainer's.
+    so this is the last moment at which they can be compared with the trainer's. On CUDA the kernels read the parameters
+    themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the end counts.
     """
     for module in worker.model_runner.get_model().modules():
         method = getattr(module, "quant_method", None)
@@ -256,7 +280,10 @@ def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _loaded_fingerprint(worker: Any) -> int:
-    """Fingerprint of the whole model; with tensor parallelism the sum over the replica's shards."""
+    """Fingerprint of the whole model; with tensor parallelism the sum over the replica's shards.
+
+    Of a parameter that was packed and dropped it is the one taken before that, of every other one that of its values.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     model = worker.model_runner.get_model()
@@ -264,10 +291,10 @@ def _loaded_fingerprint(worker: Any) -> int:
     for name, parameter in model.named_parameters():  # lists tied parameters once
         module_name, _, parameter_name = name.rpartition(".")
         module = model.get_submodule(module_name)
-        if parameter_name in getattr(module, "loaded_fingerprints", {}):
-            total += module.loaded_fingerprints[parameter_name]
-        elif parameter.numel() > 0:
+        if parameter.numel() > 0:
             total += fingerprint_tensor(_counted_part(module, parameter_name, parameter))
+        elif parameter_name in getattr(module, "loaded_fingerprints", {}):
+            total += module.loaded_fingerprints[parameter_name]
         else:
             raise WeightSyncError(f"vLLM's parameter {name} was never loaded: it is not among the exported weights.")
     group = get_tp_group()
