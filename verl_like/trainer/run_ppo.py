@@ -26,6 +26,7 @@ from verl_like.single_controller.ray.resource_pool import RayResourcePool, Resou
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.memory import require_memory
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
@@ -48,6 +49,8 @@ class Inputs:
     val_dataset: PromptDataset
     role_worker_mapping: dict[str, RayClassWithInitArgs]
     scorer: RuleScorer | None
+    memory: str | None
+    """The sum of a GPU's memory; None without GPUs here."""
 
 
 def run_ppo(config: PPOConfig) -> int:
@@ -79,6 +82,8 @@ def train(inputs: Inputs, recorder: RunRecorder) -> int:
             overlong = f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
             some = dataset.num_filtered or dataset.num_truncated
             recorder.console.say(f"{len(dataset):,} {name} prompts{overlong if some else ''}")
+        if inputs.memory:
+            recorder.console.say(inputs.memory)
         recorder.console.say("Starting Ray, the workers and the inference engines ...")
         start_ray(inputs.config)
         trainer = RayPPOTrainer(
@@ -121,6 +126,10 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
     check_environment(config)
     check_models(config)
+    memory = None
+    if config.trainer.device == "cuda" and torch.cuda.is_available() and not config.ray_kwargs.ray_init.address:
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        memory = require_memory(config, min(device.total_memory for device in devices))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
     render = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
@@ -142,7 +151,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
             "false and no role of your own has reward_columns; enable the reward model, set "
             "custom_reward_function.path, or correct the rows."
         )
-    return Inputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer)
+    return Inputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, memory)
 
 
 def check_environment(config: PPOConfig) -> None:

@@ -1,0 +1,166 @@
+"""The sum of a GPU's memory: derived by hand, compared with what autograd keeps, and the table of docs/placement.md."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from verl_like.trainer.config import PPOConfig, load_config
+from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
+from verl_like.workers.attention import choose_attention
+from verl_like.workers.config import PolicyModelConfig
+from verl_like.workers.models import PolicyModel, pack
+
+ROOT = Path(__file__).parents[2]
+DEVICES = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
+"""What CUDA has of an H100 and an H200."""
+SEVEN_BILLION = 2 * 102400 * 4096 + 30 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
+
+
+@pytest.fixture(scope="module")
+def deepseek_7b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the architecture of deepseek-llm-7b-chat, without weights."""
+    path = tmp_path_factory.mktemp("deepseek_7b")
+    LlamaConfig(
+        vocab_size=102400,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=30,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    ).save_pretrained(path)
+    return str(path)
+
+
+def script_config(model: str, *changes: str) -> PPOConfig:
+    """What examples/split_placement/run_deepseek7b_llm.sh runs on GPUs."""
+    command = (ROOT / "examples/split_placement/run_deepseek7b_llm.sh").read_text().split("verl_like.trainer.main_ppo ")
+    words = shlex.split(command[-1].replace("\\\n", " ").replace("$MODEL_PATH", model).replace("$@", ""))
+    return load_config([*filter(None, words), *changes])
+
+
+def phase(config: PPOConfig, name: str, device_bytes: float = 85e9) -> dict[str, float]:
+    (found,) = (phase for phase in memory_phases(config, device_bytes) if phase.name == name)
+    return {part: size / 1e9 for part, size in found.parts.items()}
+
+
+def test_weights_adam_and_gradients_of_7b_on_four_gpus_are_those_of_the_hand(deepseek_7b: str):
+    config = script_config(deepseek_7b)
+    parameters = SEVEN_BILLION / 1e9
+    generation, update = phase(config, "generation"), phase(config, "actor update")
+    for parts in (generation, update):
+        assert parts["actor weights"] == pytest.approx(4 * parameters / 4)  # float32 on each of 4
+        assert parts["actor Adam"] == pytest.approx(8 * parameters / 4)
+    assert generation["engine's share"] == pytest.approx(0.4 * 85)
+    assert update["gradients"] == pytest.approx(4 * parameters / 4)
+    assert "engine's share" not in update  # it sleeps
+    outer, layer = 2 * 102400 * 4096 + 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert update["gathered layers"] == pytest.approx(2 * (outer + 3 * layer) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["fsdp_config.reshard_after_forward=false"], {"gradients": 4, "gathered layers": 2, "actor Adam": 8 / 4}),
+        (["fsdp_config.fsdp_size=1"], {"gradients": 4, "gathered layers": 2, "actor weights": 4, "actor Adam": 8}),
+        (["fsdp_config.model_dtype=bfloat16"], {"gradients": 6 / 4, "actor weights": 2 / 4, "actor Adam": 4 / 4}),
+        (["fsdp_config.optimizer_offload=true"], {"actor weights": 4 / 4, "actor Adam": None}),
+    ],
+)
+def test_bytes_of_a_parameter_follow_sharding_data_type_and_offload(deepseek_7b: str, changes, expected):
+    parts = phase(script_config(deepseek_7b, *(f"actor_rollout_ref.actor.{c}" for c in changes)), "actor update")
+    for part, size in expected.items():
+        assert parts.get(part) == (None if size is None else pytest.approx(size * SEVEN_BILLION / 1e9)), part
+
+
+def test_an_offloaded_optimizer_is_on_the_device_for_its_step_alone(deepseek_7b: str):
+    offload = "actor_rollout_ref.actor.fsdp_config"
+    config = script_config(deepseek_7b, f"{offload}.optimizer_offload=true", f"{offload}.param_offload=true")
+    shard = SEVEN_BILLION / 4 / 1e9
+    step = phase(config, "actor optimizer step")
+    assert (step["actor weights"], step["actor Adam"], step["gradients"]) == pytest.approx(
+        (4 * shard, 8 * shard, 4 * shard)
+    )
+    assert not {"actor weights", "actor Adam"} & phase(config, "generation").keys()
+
+
+def test_roles_of_one_pool_lie_there_together(deepseek_7b: str):
+    config = script_config(
+        deepseek_7b, "placement=colocated", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.n_gpus_per_node=4"
+    )
+    generation = phase(config, "generation")
+    assert generation["ref weights"] == pytest.approx(2 * SEVEN_BILLION / 4 / 1e9)
+    critic = SEVEN_BILLION - 102400 * 4096 + 4096 + 1  # a head of one number, with a bias
+    assert generation["critic Adam"] == pytest.approx(8 * critic / 4 / 1e9)
+    assert phase(config, "ref forward pass")["actor Adam"] == generation["actor Adam"]
+
+
+def test_what_cannot_fit_is_refused_with_the_sum(deepseek_7b: str):
+    config = script_config(deepseek_7b, "trainer.n_gpus_per_node=2")
+    with pytest.raises(
+        ValueError, match=r"a GPU has 85\.0 GB.*generation: actor weights 27\.6 \+ actor Adam 55\.3 \+ eng"
+    ):
+        require_memory(config, 85e9)
+    sums = require_memory(script_config(deepseek_7b), 85e9)
+    assert "actor_rollout_ref_pool, generation: actor weights 6.9 + actor Adam 13.8 + engine's share 34.0" in sums
+    tight = script_config(deepseek_7b, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64")
+    assert "actor update" in require_memory(tight, 85e9) and "may not fit" in require_memory(tight, 85e9)
+
+
+def test_the_table_of_machines_for_the_7b_script_is_the_sum(deepseek_7b: str):
+    rows = []
+    for gpus in (2, 4, 8):
+        for name, size in DEVICES.items():
+            phases = memory_phases(script_config(deepseek_7b, f"trainer.n_gpus_per_node={gpus}"), size)
+            numbers = [phase.total / 1e9 for phase in phases]
+            fits = "no" if max(phase.certain for phase in phases) > size else "yes"
+            fits = "perhaps" if fits == "yes" and max(numbers) > size else fits
+            cells = [str(gpus), f"{name} ({size / 1e9:.1f})", *(f"{number:.1f}" for number in numbers), fits]
+            rows.append(f"| {' | '.join(cells)} |")
+    assert [phase.name for phase in phases] == ["generation", "actor update", "critic update"]
+    table = "\n".join(rows)
+    assert table in (ROOT / "docs/placement.md").read_text(), f"docs/placement.md needs this table:\n{table}"
+
+
+def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bool) -> float:
+    """Bytes of the tensors that autograd saves in the backbone, parameters aside, for each token."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "head_dim": 64}
+    config = architecture(vocab_size=64, num_key_value_heads=2, num_hidden_layers=num_layers, **sizes)
+    attention = choose_attention(None, "cpu", torch.bfloat16, softcap=None)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    if checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    rows, length = 2, 64
+    packed = pack(
+        {
+            "input_ids": torch.randint(0, 64, (rows, length)),
+            "attention_mask": torch.ones(rows, length, dtype=torch.long),
+            "position_ids": torch.arange(length).repeat(rows, 1),
+            "response_mask": torch.ones(rows, length // 2, dtype=torch.long),
+        }
+    )
+    own = {parameter.untyped_storage().data_ptr() for parameter in hf.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no address is given out twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        PolicyModel(hf).train().hidden_states(packed)
+    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own) / (rows * length)
+
+
+@pytest.mark.parametrize("architecture", [LlamaConfig, Qwen3Config])
+def test_activations_are_at_most_the_estimate_and_most_of_it(architecture: type, tmp_path: Path):
+    architecture(hidden_size=256, intermediate_size=704, num_hidden_layers=1).save_pretrained(tmp_path)
+    size = ModelSize.of(PolicyModelConfig(path=str(tmp_path)), "model", AutoModelForCausalLM)
+    layer = (saved_bytes_per_token(architecture, 3, False) - saved_bytes_per_token(architecture, 1, False)) / 2
+    assert 0.6 < layer / (2 * activations_per_token(size)) <= 1  # bfloat16 has 2 bytes
+    kept = (saved_bytes_per_token(architecture, 3, True) - saved_bytes_per_token(architecture, 1, True)) / 2
+    assert kept == pytest.approx(2 * size.hidden, rel=0.01)

@@ -1,0 +1,254 @@
+"""How much memory a run takes on a GPU: a sum by phase, made before anything starts.
+
+Weights, Adam, gradients and the engine's share are exact. Activations are an upper estimate: the tensors that autograd
+saves in a layer were counted for Llama and Qwen3, and doubled for what a pass makes in between. OVERHEAD and ASLEEP are
+assumptions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.roles import Role, process_groups
+from verl_like.workers.actor_rollout_ref import log_prob_micro_batching
+from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.linear_log_prob import LOGITS_PER_CHUNK
+from verl_like.workers.mini_batches import MicroBatching
+from verl_like.workers.pretrained import decoder_layers, load_config
+
+GB = 1e9
+OVERHEAD = 3.0 * GB
+"""Of a training process: CUDA context, NCCL, libraries, fragments."""
+ASLEEP = 1.5 * GB
+"""Of an engine that sleeps: CUDA context and captured graphs."""
+REDUCTION_BYTES = 4
+"""Gradients are reduced in float32."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of parameters, and the widths that activations have."""
+
+    parameters: int
+    layer: int
+    """Parameters of the largest decoder layer."""
+    outer: int
+    """Parameters outside the decoder layers: embedding, head, last norm."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    head: int
+    """Parameters of the language-model head; 0 where there is none."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, key: str, auto_class: Any) -> "ModelSize":
+        """Counts the parameters of a model that is made without memory."""
+        hf_config = load_config(config, key=key)
+        if auto_class is not AutoModelForCausalLM:
+            hf_config.num_labels = 1
+        with torch.device("meta"):
+            hf = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        text, head = hf_config.get_text_config(), hf.get_output_embeddings()
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(hf)]
+        total = sum(p.numel() for p in hf.parameters())
+        return cls(
+            parameters=total,
+            layer=max(layers),
+            outer=total - sum(layers),
+            num_layers=len(layers),
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            head=0 if head is None else head.weight.numel(),
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What lies on one GPU of a pool at the same time."""
+
+    pool: str
+    name: str
+    parts: Mapping[str, float]
+    """Bytes by what they are; those whose name ends in * are estimates."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def certain(self) -> float:
+        """The part that is not an estimate."""
+        return sum(size for part, size in self.parts.items() if not part.endswith("*"))
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{part} {size / GB:.1f}" for part, size in self.parts.items() if size >= GB / 20)
+        return f"{self.pool}, {self.name}: {parts} = {self.total / GB:.1f} GB"
+
+
+@dataclass(frozen=True)
+class TrainingRole:
+    """One model of a training process."""
+
+    name: str
+    size: ModelSize
+    model: ModelConfig
+    fsdp: TrainedFsdpConfig | ForwardFsdpConfig
+    shards: int
+    passes: MicroBatching
+    """Its largest micro-batches."""
+
+    @property
+    def adam(self) -> float:
+        """Two moments of each parameter, in the parameters' data type."""
+        return 2 * self.stored if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
+
+    @property
+    def stored(self) -> float:
+        return self.size.parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
+
+    @property
+    def offloads_adam(self) -> bool:
+        return isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
+
+    def at_rest(self) -> dict[str, float]:
+        """Between the calls of this role."""
+        parts = {} if self.fsdp.param_offload else {f"{self.name} weights": self.stored}
+        return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
+
+    def gradients(self) -> float:
+        """Float32 gradients that micro-batches add up in, and what the optimizer reads them from."""
+        if not isinstance(self.fsdp, TrainedFsdpConfig):
+            return 0.0
+        whole = self.shards == 1 or not self.fsdp.reshard_after_forward
+        summed = self.size.parameters * REDUCTION_BYTES / (1 if whole else self.shards)
+        return summed if self.fsdp.model_dtype == "float32" else summed + self.stored
+
+    def gathered(self) -> float:
+        """Parameters in the computing data type: all, or the outermost ones, a layer, the next one and its buffer."""
+        itemsize = getattr(torch, self.fsdp.dtype).itemsize
+        if self.shards == 1 or not self.fsdp.reshard_after_forward:
+            return self.size.parameters * itemsize
+        return (self.size.outer + 3 * self.size.layer) * itemsize
+
+    def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
+        """During a pass, beside what is there at rest; see `activations_per_token`."""
+        itemsize, trained = getattr(torch, self.fsdp.dtype).itemsize, isinstance(self.fsdp, TrainedFsdpConfig)
+        tokens = self.passes.tokens if self.passes.by_tokens else self.passes.rows * sequence_length
+        scored = min(tokens, tokens * response_length / sequence_length if not self.passes.by_tokens else tokens)
+        layer = activations_per_token(self.size) * itemsize * tokens
+        kept = 0.0
+        if trained and isinstance(self.model, TrainedModelConfig):
+            each = self.size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
+            kept = 0.0 if self.model.enable_activation_offload else each * self.size.num_layers
+        head = min(LOGITS_PER_CHUNK["cuda"], scored * self.size.head / self.size.hidden) * 2 * REDUCTION_BYTES
+        unit = max(self.size.outer, self.size.layer) * (itemsize + REDUCTION_BYTES) if trained else 0.0
+        moved = {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
+        return moved | {
+            "gradients": self.gradients(),
+            "gathered layers": self.gathered(),
+            "reduction*": unit,
+            "activations*": kept + 2 * layer,
+            "head*": head + scored * self.size.hidden * (itemsize + REDUCTION_BYTES) if self.size.head else 0.0,
+        }
+
+
+def activations_per_token(size: ModelSize) -> int:
+    """Values that autograd saves for a token in one decoder layer, without checkpointing: 13 to 19 hidden sizes and 4
+    intermediate ones in Llama and Qwen3."""
+    return 20 * size.hidden + 4 * size.intermediate
+
+
+def training_roles(config: PPOConfig) -> list[TrainingRole]:
+    """The built-in training roles of the run; roles of the user's own are not known here."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    actor = policy.actor
+    policy_size = ModelSize.of(policy.model, "actor_rollout_ref.model", AutoModelForCausalLM)
+    update = MicroBatching(actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)
+    roles: list[tuple[str, ModelSize, ModelConfig, Any, MicroBatching]] = [
+        (Role.Actor, policy_size, policy.model, actor.fsdp_config, update)
+    ]
+    if config.needs_reference:
+        roles.append(
+            (Role.RefPolicy, policy_size, policy.model, policy.ref.fsdp_config, log_prob_micro_batching(policy.ref))
+        )
+    if config.needs_critic:
+        size = ModelSize.of(critic.model, "critic.model", AutoModelForTokenClassification)
+        passes = MicroBatching(
+            critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu, critic.use_dynamic_bsz
+        )
+        roles.append((Role.Critic, size, critic.model, critic.model.fsdp_config, passes))
+    if reward.enable:
+        size = ModelSize.of(reward.model, "reward_model.model", AutoModelForSequenceClassification)
+        passes = MicroBatching(
+            reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
+        )
+        roles.append((Role.RewardModel, size, reward.model, reward.model.fsdp_config, passes))
+    return [
+        TrainingRole(
+            str(name),
+            size,
+            model,
+            fsdp,
+            config.num_processes(name) if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
+            passes,
+        )
+        for name, size, model, fsdp, passes in roles
+    ]
+
+
+def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
+    """The phases of a step on one GPU of each pool, whose memory is `device_bytes`."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    sequence, response = data.max_prompt_length + data.max_response_length, data.max_response_length
+    by_name = {role.name: role for role in training_roles(config)}
+    groups = process_groups({role: config.role_mapping[role] for role in config.active_roles})
+    engine_pool = config.role_mapping[Role.Rollout]
+    share = rollout.gpu_memory_utilization * device_bytes
+    phases = []
+    for pool in dict.fromkeys(pool for pool, _ in groups):
+        roles = [
+            by_name[name] for group_pool, names in groups if group_pool == pool for name in names if name in by_name
+        ]
+        rest: dict[str, float] = {}
+        for role in roles:
+            rest |= role.at_rest()
+        overhead = {"overhead*": OVERHEAD} if roles else {}
+        beside = {}
+        if pool == engine_pool:
+            phases.append(Phase(pool, "generation", rest | {"engine's share": share} | overhead))
+            beside = {"sleeping engine*": ASLEEP} if rollout.free_cache_engine else {"engine's share": share}
+        for role in roles:
+            name = "update" if isinstance(role.fsdp, TrainedFsdpConfig) else "forward pass"
+            working = role.working(sequence, response)
+            phases.append(Phase(pool, f"{role.name} {name}", rest | working | beside | overhead))
+            if role.offloads_adam:
+                step = {f"{role.name} Adam": role.adam, "gradients": role.stored}
+                weights = {f"{role.name} weights": role.stored}
+                phases.append(Phase(pool, f"{role.name} optimizer step", rest | weights | step | beside | overhead))
+    return phases
+
+
+def require_memory(config: PPOConfig, device_bytes: float) -> str:
+    """The sum of each pool's largest phase, one line each, beside the memory of a GPU, `device_bytes`.
+
+    Raises:
+        ValueError: what is certain does not fit.
+    """
+    phases = memory_phases(config, device_bytes)
+    for phase in phases:
+        if phase.certain > device_bytes:
+            raise ValueError(
+                f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, lower "
+                "actor_rollout_ref.rollout.gpu_memory_utilization, or set param_offload and optimizer_offload of an "
+                "fsdp_config (docs/placement.md has the sums)."
+            )
+    largest = {phase.pool: max((p for p in phases if p.pool == phase.pool), key=lambda p: p.total) for phase in phases}
+    lines = [f"Memory of a GPU at most, of {device_bytes / GB:.1f} GB (* estimated):"]
+    for phase in largest.values():
+        over = " - may not fit: smaller micro-batches or offload may be needed" if phase.total > device_bytes else ""
+        lines.append(f"  {phase}{over}")
+    return "\n".join(lines)
