@@ -29,7 +29,6 @@ FOLLOWS = {
 }
 """Keys that have the value of another one unless they are given."""
 
-
 NOT_COMPARED = re.compile("(^|/)perf/|^global_seqlen/")
 """Metrics of speed, memory and balance."""
 
