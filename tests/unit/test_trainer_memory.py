@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from verl_like.trainer.config import PPOConfig, load_config
 from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
+from verl_like.trainer.run_ppo import build_role_worker_mapping
 from verl_like.workers.attention import choose_attention
 from verl_like.workers.config import PolicyModelConfig
 from verl_like.workers.models import PolicyModel, pack
@@ -124,6 +125,16 @@ def test_the_table_of_machines_for_the_7b_script_is_the_sum(deepseek_7b: str):
     assert [phase.name for phase in phases] == ["generation", "actor update", "critic update"]
     table = "\n".join(rows)
     assert table in (ROOT / "docs/placement.md").read_text(), f"docs/placement.md needs this table:\n{table}"
+
+
+def test_only_roles_beside_the_rollout_engine_hand_memory_back(deepseek_7b: str):
+    config = script_config(deepseek_7b, "reward_model.enable=true", f"reward_model.model.path={deepseek_7b}")
+    config = config.model_copy(
+        update={"role_mapping": config.role_mapping | {"reward_model": "actor_rollout_ref_pool"}}
+    )
+    arguments = {role: built.kwargs for role, built in build_role_worker_mapping(config, {}).items()}
+    shares = {role: arguments[role]["shares_device"] for role in ("actor", "critic", "reward_model")}
+    assert shares == {"actor": True, "critic": False, "reward_model": True}
 
 
 def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bool) -> float:

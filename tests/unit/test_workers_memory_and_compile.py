@@ -100,3 +100,14 @@ def test_layers_are_not_compiled_again_for_every_number_of_sequences(model_path,
     for rows in sizes:
         model(pack(make_batch(rows).batch), 1.0)
     assert 0 < graphs["unique_graphs"] - before < len(sizes)
+
+
+@pytest.mark.parametrize("shares_device", [True, False])
+def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(model_path, monkeypatch, shares_device):
+    config = policy_config(model_path)
+    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1, shares_device=shares_device)
+    engine, calls = group.workers[0].engine, []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    engine.device = "cuda"
+    engine._offload()
+    assert len(calls) == shares_device

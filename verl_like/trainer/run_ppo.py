@@ -306,6 +306,8 @@ def build_role_worker_mapping(
     mapping = {}
     for role in config.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
+        if role in built_in and role != Role.Rollout:
+            arguments["shares_device"] = config.role_mapping[role] == config.role_mapping[Role.Rollout]
         mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
     return mapping
 

@@ -51,6 +51,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         role: Literal["actor", "ref", "rollout"],
         seed: int,
         total_training_steps: int | None = None,
+        shares_device: bool = False,
     ) -> None:
         super().__init__()
         if role not in ("actor", "ref", "rollout"):
@@ -59,6 +60,7 @@ class ActorRolloutRefWorker(TrainedWorker):
         self.role = role
         self.seed = seed
         self.total_training_steps = total_training_steps
+        self.shares_device = shares_device
         self.model_config = config.model
         self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
 
@@ -86,6 +88,7 @@ class ActorRolloutRefWorker(TrainedWorker):
                 device=self.device,
                 torch_compile=self.config.model.use_torch_compile,
                 sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+                shares_device=self.shares_device,
             )
             return
         self.schedule = UpdateSchedule(
@@ -111,6 +114,7 @@ class ActorRolloutRefWorker(TrainedWorker):
             activation_offload=self.config.model.enable_activation_offload,
             torch_compile=self.config.model.use_torch_compile,
             sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+            shares_device=self.shares_device,
         )
 
     def build_model(self, with_weights: bool) -> PolicyModel:

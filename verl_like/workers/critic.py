@@ -34,16 +34,23 @@ class CriticWorker(TrainedWorker):
         seed: the run's seed, for a new value head.
         rollout_n: responses to each prompt of a mini-batch.
         total_training_steps: training steps of the run, for a learning rate that depends on them.
+        shares_device: whether a rollout engine takes memory of the device in turn.
     """
 
     def __init__(
-        self, config: CriticConfig, seed: int, rollout_n: int = 1, total_training_steps: int | None = None
+        self,
+        config: CriticConfig,
+        seed: int,
+        rollout_n: int = 1,
+        total_training_steps: int | None = None,
+        shares_device: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.seed = seed
         self.rollout_n = rollout_n
         self.total_training_steps = total_training_steps
+        self.shares_device = shares_device
         self.model_config = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -73,6 +80,7 @@ class CriticWorker(TrainedWorker):
             activation_offload=self.config.model.enable_activation_offload,
             torch_compile=self.config.model.use_torch_compile,
             sequence_parallel_size=self.config.ulysses_sequence_parallel_size,
+            shares_device=self.shares_device,
         )
 
     def build_model(self, with_weights: bool) -> ValueModel:

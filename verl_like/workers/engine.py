@@ -91,6 +91,7 @@ class TrainingEngine:
         activation_offload: keep what the backward pass needs in host memory; on a CPU it is there anyway.
         torch_compile: compile the decoder layers.
         sequence_parallel_size: ranks that share each packed batch.
+        shares_device: whether an inference engine in another process takes memory of the device in turn.
 
     Raises:
         ValueError: ranks or attention heads do not divide as the settings ask.
@@ -109,8 +110,10 @@ class TrainingEngine:
         activation_offload: bool = False,
         torch_compile: bool = False,
         sequence_parallel_size: int = 1,
+        shares_device: bool = False,
     ) -> None:
         self.device = device
+        self.shares_device = shares_device
         self.fsdp = fsdp
         self.optim = optim
         self.grad_clip = grad_clip
@@ -178,8 +181,8 @@ class TrainingEngine:
         if self.fsdp.param_offload:
             self.model.to("cpu")
         self._move_optimizer("cpu")
-        if self.device == "cuda":
-            torch.cuda.empty_cache()  # an inference engine in another process may share the device
+        if self.device == "cuda" and self.shares_device:
+            torch.cuda.empty_cache()  # what torch keeps for itself, the engine cannot use
 
     def _move_optimizer(self, device: str) -> None:
         if self.optimizer is None or not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):

@@ -21,15 +21,21 @@ class RewardModelWorker(Worker):
 
     reward_columns: ClassVar = {"rm_scores": 1.0}
 
-    def __init__(self, config: RewardModelConfig) -> None:
+    def __init__(self, config: RewardModelConfig, shares_device: bool = False) -> None:
         super().__init__()
         self.config = config
+        self.shares_device = shares_device
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         init_process_group(self.device, self.rank, self.world_size)
-        self.engine = TrainingEngine(self.build_model, fsdp=self.config.model.fsdp_config, device=self.device)
+        self.engine = TrainingEngine(
+            self.build_model,
+            fsdp=self.config.model.fsdp_config,
+            device=self.device,
+            shares_device=self.shares_device,
+        )
 
     def build_model(self, with_weights: bool) -> RewardModel:
         """The reward model before it is sharded; without weights it is made on the meta device."""
