@@ -126,6 +126,7 @@ def test_a_pool_whose_resources_others_hold_fails_within_its_deadline(stop_all):
 def test_the_manager_gives_each_role_its_pool(stop_all):
     manager = ResourcePoolManager({"a": [1, 1], "b": [2]}, {"actor": "a", "ref": "a", "critic": "b"}, use_gpu=False)
     manager.create_resource_pool()
+    stop_all += manager.resource_pool_dict.values()
     assert manager.get_resource_pool("actor") is manager.get_resource_pool("ref")
     assert manager.get_resource_pool("critic").process_on_nodes == [2]
     assert manager.get_n_gpus() == 0

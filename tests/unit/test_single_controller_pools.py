@@ -9,7 +9,7 @@ from verl_like.single_controller import ResourcePool, WorkerError
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
 from verl_like.single_controller.ports import reserve_port
 from verl_like.single_controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
-from verl_like.single_controller.ray.cluster import fits
+from verl_like.single_controller.ray.cluster import assign
 
 
 def test_local_ranks_follow_from_the_processes_of_each_node():
@@ -46,20 +46,27 @@ def entries(*cpus: float) -> list[dict[str, float]]:
     return [{"CPU": cpu} for cpu in cpus]
 
 
-def test_each_entry_must_fit_on_one_node():
-    assert fits(entries(4, 4), entries(8))
-    assert not fits(entries(6), entries(4, 4)), "the total would be enough"
-    assert fits(entries(2, 8), entries(2, 8)) and fits(entries(8, 2), entries(2, 8))
+def assigned(needed: list[dict[str, float]], *cpus: float) -> list[str] | None:
+    """On nodes a, b, c ... of so many CPUs."""
+    return assign(needed, dict(zip("abcdefgh", entries(*cpus), strict=False)))
+
+
+def test_each_entry_is_put_whole_on_one_node_in_any_order():
+    assert assigned(entries(4, 4), 8) == ["a", "a"]
+    assert assigned(entries(6), 4, 4) is None, "the total would be enough"
+    assert assigned(entries(2, 8), 2, 8) == ["a", "b"] and assigned(entries(8, 2), 2, 8) == ["b", "a"]
     # Putting the largest on the first node that has room (7 on 10) would leave no room for the second 5.
-    assert fits(entries(7, 5, 5), entries(10, 7))
-    assert not fits(entries(*[5] * 40), entries(*[8] * 39))
+    assert assigned(entries(5, 7, 5), 10, 7) == ["a", "b", "a"]
+    alike = {str(i): {"CPU": 8.0} for i in range(39)}
+    assert assign(entries(*[5] * 40), alike) is None
+    assert assign([], {}) == []
 
 
 def test_gpus_and_cpus_are_both_counted():
     node = {"GPU": 8.0, "CPU": 8.0}
-    assert fits([{"GPU": 8, "CPU": 8}], [node])
-    assert not fits([{"GPU": 4, "CPU": 12}], [node])
-    assert not fits([{"GPU": 1, "CPU": 1}], entries(64))
+    assert assign([{"GPU": 8, "CPU": 8}], {"a": node}) == ["a"]
+    assert assign([{"GPU": 4, "CPU": 12}], {"a": node}) is None
+    assert assigned([{"GPU": 1, "CPU": 1}], 64) is None
 
 
 def test_a_reserved_port_is_free_for_its_owner_only():

@@ -21,7 +21,7 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
-from verl_like.single_controller.ray.cluster import fits
+from verl_like.single_controller.ray.cluster import assign
 from verl_like.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
@@ -194,7 +194,7 @@ def check_pools_fit_this_machine(config: PPOConfig) -> None:
         for name, processes in config.resource_pool_spec.items()
     ]
     entries = [entry for pool in pools for entry in pool.node_requests()]
-    if fits(entries, [node]):
+    if assign(entries, {"here": node}) is not None:
         return
     lines = [f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools]
     needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}

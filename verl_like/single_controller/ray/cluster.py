@@ -1,4 +1,4 @@
-"""What the nodes of the Ray cluster have and what is free, and whether a set of pools fits on them."""
+"""What the nodes of the Ray cluster have and what is free, and which node each part of the resource pools is put on."""
 
 from __future__ import annotations
 
@@ -13,50 +13,61 @@ Resources = dict[str, float]
 _POLL_S = 0.2
 
 
-def wait_until_available(requests: dict[str, list[Resources]], timeout_s: float) -> None:
-    """Return once every node entry of every pool in `requests` fits on the free part of a node, all at once.
+def wait_for_nodes(requests: dict[str, list[Resources]], timeout_s: float) -> list[str]:
+    """The id of a node with room for each node entry of every pool in `requests`, for all of them at once, in order.
 
     Resources of groups that were just shut down come back within moments, hence the wait. Raises PlacementError with a
     table: at once if the cluster is too small, after `timeout_s` if others hold what is missing.
     """
     entries = [entry for pool in requests.values() for entry in pool]
-    if not fits(entries, list(node_resources(total=True).values())):
+    if assign(entries, node_resources(total=True)) is None:
         raise PlacementError(f"the cluster is too small for the resource pools\n{placement_table(requests)}")
     deadline = time.monotonic() + timeout_s
-    while not fits(entries, list(node_resources(total=False).values())):
+    while (nodes := assign(entries, node_resources(total=False))) is None:
         if time.monotonic() > deadline:
             raise PlacementError(
                 f"the resource pools were not free within {timeout_s:g} s\n{placement_table(requests)}"
             )
         time.sleep(_POLL_S)
+    return nodes
 
 
-def fits(entries: list[Resources], nodes: list[Resources]) -> bool:
-    """Whether each entry can be put whole on one node, all entries together. Nodes that look alike are tried once."""
+def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
+    """A node for each entry, which is put there whole, so that there is room for all together; None if there is no way.
+
+    Nodes that look alike are tried once.
+    """
+    largest_first = sorted(
+        range(len(entries)), key=lambda i: (entries[i].get("GPU", 0), entries[i].get("CPU", 0)), reverse=True
+    )
+    chosen = _assign([entries[i] for i in largest_first], nodes)
+    return None if chosen is None else [node for _, node in sorted(zip(largest_first, chosen, strict=True))]
+
+
+def _assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
     if not entries:
-        return True
-    entry, *others = sorted(entries, key=lambda e: (e.get("GPU", 0), e.get("CPU", 0)), reverse=True)
+        return []
+    entry, *others = entries
     tried: list[Resources] = []
-    for index, node in enumerate(nodes):
-        if node in tried or any(node.get(name, 0) < amount for name, amount in entry.items()):
+    for name, node in nodes.items():
+        if node in tried or any(node.get(kind, 0) < amount for kind, amount in entry.items()):
             continue
         tried.append(node)
-        left = {name: free - entry.get(name, 0) for name, free in node.items()}
-        if fits(others, [*nodes[:index], left, *nodes[index + 1 :]]):
-            return True
-    return False
+        left = {kind: free - entry.get(kind, 0) for kind, free in node.items()}
+        chosen = _assign(others, nodes | {name: left})
+        if chosen is not None:
+            return [name, *chosen]
+    return None
 
 
 def node_resources(total: bool) -> dict[str, Resources]:
-    """GPUs and CPUs of each live node, by address: all of them, or those that are free."""
+    """GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
     free = {} if total else ray._private.state.available_resources_per_node()
     nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
             resources = node["Resources"] if total else free.get(node["NodeID"], {})
-            nodes[f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"] = {
-                name: resources.get(name, 0.0) for name in ("GPU", "CPU")
-            }
+            nodes[node["NodeID"]] = {name: resources.get(name, 0.0) for name in ("GPU", "CPU")}
     return nodes
 
 
@@ -66,10 +77,11 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):
             lines.append(f"  {f'{pool}, node {index}':<40} {entry.get('GPU', 0):>9g} {entry.get('CPU', 0):>9g}")
-    free = node_resources(total=False)
+    free, everything = node_resources(total=False), node_resources(total=True)
     lines.append(f"  {'node':<40} {'GPU':>9} {'CPU':>9}   (free / all)")
-    for address, everything in node_resources(total=True).items():
-        gpu, cpu = (f"{free.get(address, {}).get(k, 0):g} / {everything[k]:g}" for k in ("GPU", "CPU"))
-        lines.append(f"  {address:<40} {gpu:>9} {cpu:>9}")
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for name, node in everything.items():
+        gpu, cpu = (f"{free.get(name, {}).get(k, 0):g} / {node[k]:g}" for k in ("GPU", "CPU"))
+        lines.append(f"  {f'{addresses[name]} ({name[:6]})':<40} {gpu:>9} {cpu:>9}")
     lines.append("  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger nodes")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl_like.single_controller.failure import PlacementError
-from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_until_available
+from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_for_nodes
 from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
@@ -23,7 +23,7 @@ _groups_on_bundle: collections.Counter[tuple[str, int]] = collections.Counter()
 
 
 class RayResourcePool(ResourcePool):
-    """Processes on the nodes of a Ray cluster. Nothing is reserved before the first group asks for it.
+    """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first group asks for them.
 
     Args:
         process_on_nodes: processes per node; all processes of one entry are on one node.
@@ -62,26 +62,20 @@ class RayResourcePool(ResourcePool):
         Raises PlacementError with a table of requested against available resources if they cannot be had in time.
         """
         if self._placement_groups is None:
-            requests = {self.name: self.node_requests()}
-            wait_until_available(requests, timeout_s)
-            groups = [
-                placement_group(
-                    bundles=[self.bundle_resources() for _ in range(num_processes)],
-                    strategy="STRICT_PACK",
-                    name=f"{self.name}:{node}",
-                    lifetime="detached" if self.detached else None,
-                )
-                for node, num_processes in enumerate(self.process_on_nodes)
-            ]
-            try:
-                ray.get([group.ready() for group in groups], timeout=timeout_s)
-            except ray.exceptions.GetTimeoutError:
-                table = placement_table(requests)
-                for group in groups:
-                    remove_placement_group(group)
-                raise PlacementError(f"pool {self.name} was not placed within {timeout_s:g} s\n{table}") from None
-            self._placement_groups = groups
+            reserve([self], timeout_s)
+        assert self._placement_groups is not None
         return self._placement_groups
+
+    def placement_group(self, index: int, node: str) -> PlacementGroup:
+        """Ask Ray for the bundles of one node entry on the node of that id."""
+        num_processes = self.process_on_nodes[index]
+        return placement_group(
+            bundles=[self.bundle_resources()] * num_processes,
+            strategy="STRICT_PACK",
+            name=f"{self.name}:{index}",
+            lifetime="detached" if self.detached else None,
+            bundle_label_selector=[{"ray.io/node-id": node}] * num_processes,
+        )
 
     def bundles(self) -> list[Bundle]:
         """Each rank's bundle."""
@@ -110,6 +104,30 @@ class RayResourcePool(ResourcePool):
         for group in self._placement_groups or ():
             remove_placement_group(group)
         self._placement_groups = None
+
+
+def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
+    """Reserve every pool, all of them or none, on nodes that have room for all at once.
+
+    Raises PlacementError with a table of requested against available resources if they cannot be had in time.
+    """
+    requests = {pool.name: pool.node_requests() for pool in pools}
+    nodes = iter(wait_for_nodes(requests, timeout_s))
+    # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a larger one.
+    groups = {
+        pool.name: [pool.placement_group(index, next(nodes)) for index in range(len(pool.process_on_nodes))]
+        for pool in pools
+    }
+    everything = [group for its_groups in groups.values() for group in its_groups]
+    try:
+        ray.get([group.ready() for group in everything], timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        table = placement_table(requests)
+        for group in everything:
+            remove_placement_group(group)
+        raise PlacementError(f"the resource pools were not placed within {timeout_s:g} s\n{table}") from None
+    for pool in pools:
+        pool._placement_groups = groups[pool.name]
 
 
 def _key(bundle: Bundle) -> tuple[str, int]:
@@ -210,12 +228,12 @@ class ResourcePoolManager:
                 )
 
     def create_resource_pool(self) -> None:
-        """Make the pools; raises PlacementError with a table, within 10 s, unless the cluster holds all at once."""
+        """Make and reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster holds all."""
         pools = {
             name: RayResourcePool(processes, self.use_gpu, name, self.max_colocate_count)
             for name, processes in self.resource_pool_spec.items()
         }
-        wait_until_available({name: pool.node_requests() for name, pool in pools.items()}, PLACEMENT_DEADLINE_S)
+        reserve(list(pools.values()))
         self.resource_pool_dict = pools
 
     def get_resource_pool(self, role: str) -> RayResourcePool:

@@ -1,0 +1,67 @@
+"""Pools on nodes of different sizes, on a real Ray of several nodes."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from verl_like.single_controller.ray import RayResourcePool, ResourcePoolManager
+from verl_like.single_controller.ray.cluster import node_resources
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Nodes of 8 and 4 CPUs."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+    cluster.add_node(num_cpus=4)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def cpus_of_ranks(pool: RayResourcePool) -> list[float]:
+    """The CPUs of each rank's node."""
+    sizes = {name: node["CPU"] for name, node in node_resources(total=True).items()}
+    tables = {group: ray.util.placement_group_table(group) for group in pool.get_placement_groups()}
+    return [sizes[tables[group]["bundles_to_node_id"][index]] for group, index in pool.bundles()]
+
+
+def placed(spec: dict[str, list[int]]) -> dict[str, list[float]]:
+    """The CPUs of the node of each rank of each pool; the pools are released."""
+    manager = ResourcePoolManager(spec, {}, use_gpu=False)
+    manager.create_resource_pool()
+    pools = manager.resource_pool_dict
+    places = {name: cpus_of_ranks(pool) for name, pool in pools.items()}
+    for pool in pools.values():
+        pool.release()
+    return places
+
+
+def test_pools_of_different_sizes_find_their_nodes_in_any_order(nodes):
+    assert placed({"a": [4], "b": [8]}) == {"a": [4.0] * 4, "b": [8.0] * 8}
+    assert placed({"a": [4, 8]}) == {"a": [4.0] * 4 + [8.0] * 8}
+    assert placed({"a": [8], "b": [3], "c": [1]}) == {"a": [8.0] * 8, "b": [4.0] * 3, "c": [4.0]}
+    alone = RayResourcePool([4, 8], use_gpu=False)
+    assert cpus_of_ranks(alone) == [4.0] * 4 + [8.0] * 8
+    alone.release()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_every_order_of_entries_that_fills_three_nodes_is_placed(nodes):
+    nodes.add_node(num_cpus=6)
+    sizes = {8: (5, 3), 6: (6,), 4: (2, 1, 1)}  # entries that fill each node; no other way to share them out is as full
+    for entries in sorted(set(itertools.permutations([n for its in sizes.values() for n in its]))):
+        for cut in range(1, len(entries)):
+            places = placed({"first": list(entries[:cut]), "second": list(entries[cut:])})
+            used = [cpus for name in ("first", "second") for cpus in places[name]]
+            assert sorted(used) == [4.0] * 4 + [6.0] * 6 + [8.0] * 8, entries
+            # The ranks of an entry are on one node.
+            first_ranks = itertools.accumulate(entries, initial=0)
+            for start, size in zip(first_ranks, entries, strict=False):
+                assert len(set(used[start : start + size])) == 1
