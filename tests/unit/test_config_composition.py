@@ -121,6 +121,8 @@ def test_an_unknown_key_is_refused_however_it_is_written(prefix: str):
         ("actor_rollout_ref.actor.lr=1e-6", "actor_rollout_ref.actor.optim.lr"),
         ("train_batch_size=8", "data.train_batch_size"),
         ("placment=split", "placement"),
+        # By their words: the letters alone are more like those of total_epochs.
+        ("trainer.total_step=5", "trainer.total_training_steps"),
     ],
 )
 def test_the_nearest_key_is_suggested(override: str, suggestion: str):

@@ -177,9 +177,18 @@ def _suggestion(path: str) -> str:
     known = [*PRESETS, *(leaf for leaf, _, _ in leaves())]
     # By the last part of their names, because keys of one section share all the others.
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
-    close = difflib.get_close_matches(path.rpartition(".")[2], set(names.values()), cutoff=0.7)[:1]
-    nearest = difflib.get_close_matches(path, [leaf for leaf in known if names[leaf] in close], 1, cutoff=0)
-    return f"; did you mean {nearest[0]}?" if nearest else "; docs/config.md lists all keys"
+    close = difflib.get_close_matches(path.rpartition(".")[2], set(names.values()), len(known), cutoff=0.7)
+    likeness = {leaf: _likeness(path, leaf) for leaf in known}
+    candidates = [leaf for leaf in known if names[leaf] in close or likeness[leaf][0] > 0.9]
+    likest = max(candidates, key=likeness.__getitem__, default=None)
+    return f"; did you mean {likest}?" if likest else "; docs/config.md lists all keys"
+
+
+def _likeness(path: str, known: str) -> tuple[float, float]:
+    """How well each word of the last part of `path` is found in that of `known`, then how alike the paths are."""
+    words, known_words = (name.rpartition(".")[2].split("_") for name in (path, known))
+    found = [max(difflib.SequenceMatcher(None, word, other).ratio() for other in known_words) for word in words]
+    return sum(found) / len(found), difflib.SequenceMatcher(None, path, known).ratio()
 
 
 def _explain(detail: Any) -> str:
