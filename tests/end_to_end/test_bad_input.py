@@ -37,6 +37,12 @@ def test_a_missing_data_file_is_named(refusal: Refusal, tmp_path: Path):
     assert str(tmp_path / "nothing.parquet") in refusal(f"data.train_files={tmp_path / 'nothing.parquet'}")
 
 
+def test_a_cluster_that_is_not_there_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+    assert "no Ray cluster can be joined at 127.0.0.1:1" in refusal("ray_kwargs.ray_init.address=127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "no Ray cluster can be joined at 127.0.0.1:1" in refusal()
+
+
 def test_an_empty_dataset_is_refused(refusal: Refusal, tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl" in refusal(f"data.val_files={tmp_path / 'empty.jsonl'}")

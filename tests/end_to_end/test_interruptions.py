@@ -1,5 +1,6 @@
 """A run that is interrupted, or loses a worker, ends at once, says why, leaves valid files and no process behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from runs import SPLIT, metrics_of, tiny_run_settings
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.ray
 DEADLINE_S = 200.0
@@ -24,13 +26,13 @@ def heed_interrupts() -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_llama: Callable) -> Iterator[Callable[[], subprocess.Popen]]:
+def start(tmp_path: Path, tiny_llama: Callable) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts a run that would go on for hours; what is left of it is killed after the test."""
     started: list[psutil.Process] = []
 
-    def run() -> subprocess.Popen:
+    def run(*overrides: str) -> subprocess.Popen:
         settings = [*tiny_run_settings(tmp_path, tiny_llama), *SPLIT, "trainer.total_training_steps=10000"]
-        settings += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+        settings += ["trainer.val_before_train=false", "trainer.test_freq=-1", *overrides]
         with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "verl_like.trainer.main_ppo", *settings],
@@ -62,19 +64,51 @@ def assert_nothing_is_left(processes: list[psutil.Process]) -> None:
     assert not alive, f"still running: {[(p.pid, p.name()) for p in alive]}"
 
 
-def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path, start: Callable):
+def wait_for_call(folder: Path, process: subprocess.Popen, method: str) -> None:
+    """Until a worker runs the method, which the title of its process says; "ray.init": until Ray starts."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        assert process.poll() is None, (folder / "err").read_text()
+        assert time.monotonic() < deadline, (folder / "out").read_text()
+        if method == "ray.init" and "Starting Ray" in (folder / "out").read_text():
+            return
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "".join(child.cmdline()[:1]).endswith(f" {method}"):
+                    return
+
+
+def assert_interrupted(folder: Path, process: subprocess.Popen, number: signal.Signals) -> None:
+    """The run ends as an interrupted one: exit code, report, valid files, and no process is left."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, number)
+    assert process.wait(timeout=60) == 130, (folder / "err").read_text()
+    assert_nothing_is_left(family)
+    run = folder / "runs/latest"
+    for line in (run / "timeline.jsonl").read_text().splitlines():
+        json.loads(line)
+    assert "Interrupted" in (run / "report.html").read_text()
+    assert "Interrupted" in (folder / "out").read_text()
+    assert "Traceback" not in (folder / "err").read_text() and "SIGTERM" not in (folder / "err").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.proof)])
+def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path, start: Callable, number: int):
     process = start()
     wait_for_steps(tmp_path, process, num_rows=2)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert family
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert_nothing_is_left(family)
-    run = tmp_path / "runs/latest"
+    assert_interrupted(tmp_path, process, number)
     assert all(row["step"] > 0 for row in metrics_of(tmp_path))
-    assert [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
-    assert "Interrupted" in (run / "report.html").read_text()
-    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("method", ["ray.init", "init_model", "generate_sequences", "update_actor", "save_hf"])
+def test_a_preempted_run_stops_cleanly_in_every_phase(tmp_path: Path, start: Callable, method: str):
+    process = start("trainer.save_freq=1")
+    wait_for_call(tmp_path, process, method)
+    assert_interrupted(tmp_path, process, signal.SIGTERM)
+    saved = list((tmp_path / "runs/latest").glob("global_step_*/*/huggingface/*.safetensors"))
+    for file in saved:
+        load_file(file)  # what is there is whole
 
 
 def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Path, start: Callable):

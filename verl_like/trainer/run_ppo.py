@@ -23,10 +23,12 @@ from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardMan
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
 from verl_like.single_controller.ray.cluster import assign
 from verl_like.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
+from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory import require_memory
+from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
@@ -34,7 +36,7 @@ from verl_like.trainer.scoring import RuleScorer, has_rule, reward_columns
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.pretrained import check_sequence_length, check_tokenizer, load_tokenizer
+from verl_like.workers.pretrained import check_sequence_length, check_tokenizer, fetch_weights, load_tokenizer
 from verl_like.workers.pretrained import load_config as load_model_config
 from verl_like.workers.reward_model import RewardModelWorker
 
@@ -85,7 +87,8 @@ def train(inputs: Inputs, recorder: RunRecorder) -> int:
         if inputs.memory:
             recorder.console.say(inputs.memory)
         recorder.console.say("Starting Ray, the workers and the inference engines ...")
-        start_ray(inputs.config)
+        ray_init = inputs.config.ray_kwargs.ray_init
+        start_ray(cluster_address(ray_init.address), ray_init.num_cpus)
         trainer = RayPPOTrainer(
             inputs.config,
             inputs.tokenizer,
@@ -126,10 +129,13 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
     check_environment(config)
     check_models(config)
+    starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
     memory = None
-    if config.trainer.device == "cuda" and torch.cuda.is_available() and not config.ray_kwargs.ray_init.address:
+    if config.trainer.device == "cuda" and torch.cuda.is_available() and starts_ray:
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         memory = require_memory(config, min(device.total_memory for device in devices))
+    if starts_ray and (warning := check_object_store(step_bytes(config))):
+        _say(warning, 0)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
     render = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
@@ -159,7 +165,8 @@ def check_environment(config: PPOConfig) -> None:
     get_adv_estimator_fn(config.algorithm.adv_estimator)
     get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     require_trackers(config.trainer.logger)
-    if config.trainer.device == "cuda" and not config.ray_kwargs.ray_init.address and not torch.cuda.is_available():
+    address = cluster_address(config.ray_kwargs.ray_init.address)
+    if config.trainer.device == "cuda" and not address and not torch.cuda.is_available():
         raise ValueError(
             "trainer.device=cuda, but this machine has no CUDA device: give device=cpu to compute on the CPU, or "
             "ray_kwargs.ray_init.address to use a cluster that has GPUs."
@@ -178,7 +185,9 @@ def check_environment(config: PPOConfig) -> None:
                 f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
                 "pip install --no-build-isolation -e '.[flash]', or leave attn_implementation out."
             )
-    if not config.ray_kwargs.ray_init.address:
+    if address:
+        require_cluster(address)
+    else:
         check_pools_fit_this_machine(config)
 
 
@@ -229,6 +238,8 @@ def check_models(config: PPOConfig) -> None:
                 f"{key}.path={others[key].path} has {other.vocab_size} token ids, the policy {policy.vocab_size}: it "
                 "would read other words than the policy wrote; choose a model of the same vocabulary."
             )
+    for key, model in {"actor_rollout_ref.model": config.actor_rollout_ref.model, **others}.items():
+        fetch_weights(model, key=key)
     shared = [(config.actor_rollout_ref.actor, "actor_rollout_ref.actor", policy)]
     shared += [(config.critic, "critic", configs["critic.model"])] if config.needs_critic else []
     for part, key, model in shared:
@@ -333,26 +344,6 @@ def max_colocate_count(config: PPOConfig) -> int:
     """The most worker groups on one pool: training roles share a process, the rollout engine has its own."""
     pools = [pool for pool, _ in process_groups({role: config.role_mapping[role] for role in config.active_roles})]
     return max(pools.count(pool) for pool in pools)
-
-
-def start_ray(config: PPOConfig) -> None:
-    """Joins the cluster at `ray_kwargs.ray_init.address`, or starts Ray on this machine.
-
-    Raises:
-        PlacementError: there is no cluster at the address.
-    """
-    settings = config.ray_kwargs.ray_init
-    # An error of a worker is reported once, by the call that waits for it.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    local = {"num_cpus": settings.num_cpus, "include_dashboard": False}
-    try:
-        ray.init(
-            address=settings.address, log_to_driver=False, logging_level="ERROR", **({} if settings.address else local)
-        )
-    except ConnectionError as error:
-        raise PlacementError(
-            f"ray_kwargs.ray_init.address={settings.address}: no Ray cluster there ({error})."
-        ) from error
 
 
 def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:

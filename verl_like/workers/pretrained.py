@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
@@ -151,6 +152,29 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) 
                 f"length of the sequence, so that packed sequences would change each other; data.max_prompt_length + "
                 f"data.max_response_length = {length}: lower one of the two, or choose another model."
             )
+
+
+def fetch_weights(config: ModelConfig, *, key: str) -> None:
+    """Downloads a model of the hub into this machine's cache, so that no rank does it while others wait for that rank.
+
+    Raises:
+        ValueError: there are no weights.
+    """
+    path = os.path.expanduser(config.path)
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+    for weights in ("*.safetensors", "*.bin"):  # the second only where there are none of the first
+        try:
+            is_folder = Path(path).is_dir()
+            folder = path if is_folder else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
+        except OSError as error:
+            raise ValueError(f"{key}.path={config.path} cannot be downloaded: {error}") from error
+        if any(Path(folder).glob(weights)):
+            return
+        wanted = ["*.bin", "*.bin.index.json"]
+    raise ValueError(
+        f"{key}.path={config.path}: {folder} has no weights (*.safetensors or *.bin); where the hub cannot be reached, "
+        "download the whole model first: hf download."
+    )
 
 
 def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 import ray._private.worker
+from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from verl_like.single_controller.call import CallHeader
@@ -53,6 +54,7 @@ class WorkerHost:
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> HostInfo:
         """Make the workers, once the group's master address is known."""
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
+        type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"  # what Ray shows in `ps` between calls
         for role, class_with_args in classes.items():
             self.classes[role] = class_with_args.cls
             try:
@@ -101,6 +103,7 @@ class WorkerHost:
         if self.start_error is not None:
             raise self.start_error
         worker = self.workers[role]
+        setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
         restored = list(restore_arguments(args).values()), restore_arguments(kwargs)
         return self.invoker.stream(role, worker, method, *restored, lambda references: fetch(references, deadline_s))
 

@@ -165,7 +165,7 @@ class RayInitConfig(ConfigModel):
     num_cpus: PositiveInt | None = None
     """CPU slots of a Ray started here; null means the machine's cores."""
     address: str | None = None
-    """Address of a running cluster, or auto; null starts Ray on this machine."""
+    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a Ray of the run's own."""
 
 
 class RayKwargsConfig(ConfigModel):

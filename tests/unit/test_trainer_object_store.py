@@ -1,0 +1,83 @@
+"""Whether a step fits into the object store, and models that the driver fetches, without Ray."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import ray
+
+from verl_like.trainer import object_store
+from verl_like.trainer.config import load_config
+from verl_like.trainer.object_store import check_object_store, step_bytes
+from verl_like.workers.config import ModelConfig
+from verl_like.workers.pretrained import fetch_weights
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Sets the free memory and the free part of /dev/shm, in GiB."""
+
+    def make(memory: float, shared: float) -> None:
+        monkeypatch.setattr(object_store, "estimate_available_memory", lambda: int(memory * GIB))
+        for module in (object_store, ray._private.utils):
+            monkeypatch.setattr(module, "get_shared_memory_bytes", lambda: int(shared * GIB))
+
+    return make
+
+
+def test_a_small_shm_is_a_warning_as_long_as_a_step_fits_on_disk(machine):
+    machine(memory=10, shared=8)  # Ray takes 30% of the memory
+    assert check_object_store({"rows": 3 * GIB - 1000}) is None
+    machine(memory=10, shared=1 / 16)
+    warning = check_object_store({"rows": 2 * GIB, "weights": GIB // 2})
+    assert "/dev/shm has only 0.06 GiB" in warning and "at most 2.50 GiB" in warning and "--shm-size=3.30g" in warning
+
+
+@pytest.mark.parametrize("shared", [8, 1 / 16])
+def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
+    machine(memory=10, shared=shared)
+    with pytest.raises(ValueError, match="does not fit into Ray's object store") as caught:
+        check_object_store({"rows": 2 * GIB, "weights": 3 * GIB // 2})
+    lines = [line.split() for line in str(caught.value).splitlines()]
+    assert ["rows", "2.00", "GiB"] in lines and ["weights", "1.50", "GiB"] in lines
+    assert ["together", "3.50", "GiB"] in lines and lines[-2][-2:] == ["3.00", "GiB"]
+
+
+def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama):
+    path, model = tiny_llama()
+    config = load_config(
+        [
+            "device=cpu", "data.train_files=a", "data.val_files=a", f"actor_rollout_ref.model.path={path}",
+            "data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=6",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=6", "critic.ppo_micro_batch_size_per_gpu=9",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=9", "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.rollout.dtype=bfloat16",
+        ]
+    )  # fmt: skip
+    # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4, 1 of a row; 11 float32 of R; 2 booleans of a row.
+    row = 8 * (3 * 12 + 8 + 2 * 4 + 1) + 4 * 11 * 4 + 2
+    rows, weights = step_bytes(config).values()
+    assert rows == 2 * 18 * row
+    assert weights == 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_model_of_the_hub_is_whole_on_this_machine_before_a_run_starts(tmp_path: Path, tiny_llama, monkeypatch):
+    path, _ = tiny_llama()
+    cached = tmp_path / "models--someone--tiny"
+    shutil.copytree(path, cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    hub_model = ModelConfig(path="someone/tiny")
+    fetch_weights(hub_model, key="critic.model")
+    fetch_weights(ModelConfig(path=path), key="critic.model")
+    (cached / "snapshots/abc/model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"critic.model.path=someone/tiny: .*abc has no weights"):
+        fetch_weights(hub_model, key="critic.model")
+    with pytest.raises(ValueError, match=r"critic.model.path=someone/else cannot be downloaded"):
+        fetch_weights(ModelConfig(path="someone/else"), key="critic.model")

@@ -1,0 +1,84 @@
+"""Starts a Ray on this machine, or joins the one that is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from typing import Any
+
+import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+from verl_like.single_controller.failure import PlacementError
+
+ANSWER_DEADLINE_S = 8.0
+
+
+def cluster_address(configured: str | None) -> str | None:
+    """The cluster that a run joins: the configured one, or that of RAY_ADDRESS; None if it starts a Ray of its own."""
+    address = configured or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address or None
+
+
+def require_cluster(address: str) -> None:
+    """Raises PlacementError unless a Ray answers at `address` within 10 s; `ray.init` itself waits for minutes."""
+    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = canonicalize_bootstrap_address(address)
+            assert found is not None
+            if address == "auto":  # as ray.init does: other addresses are not sent this machine's token unasked
+                maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+            host, _, port = found.rpartition(":")
+            socket.create_connection(
+                (host.strip("[]"), int(port)), ANSWER_DEADLINE_S
+            ).close()  # tells a dead one at once
+            GcsClient(address=found)
+            answer.put(None)
+        except Exception as error:  # whatever it is, it is why there is no answer
+            answer.put(error)
+
+    threading.Thread(target=ask, name="ask Ray", daemon=True).start()
+    try:
+        error = answer.get(timeout=ANSWER_DEADLINE_S)
+    except queue.Empty:
+        error = TimeoutError(f"no answer within {ANSWER_DEADLINE_S:g} s")
+    if error is not None:
+        raise PlacementError(
+            f"no Ray cluster can be joined at {address} ({error}), which ray_kwargs.ray_init.address or RAY_ADDRESS "
+            "names: give host:port of a running one, or neither of the two to start Ray on this machine."
+        )
+
+
+def start_ray(address: str | None, num_cpus: int | None) -> None:
+    """Joins the cluster at `address`, or starts a Ray of this run's own, whatever else runs on this machine.
+
+    Raises:
+        PlacementError: there is no cluster at the address, or this machine is not a part of it.
+    """
+    # An error of a worker is reported once, by the call that waits for it.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray's handler of failures takes SIGTERM for one and aborts the driver 3 s later.
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
+    local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
+    try:
+        ray.init(
+            address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else local)
+        )
+    except ConnectionError as error:
+        raise PlacementError(
+            f"the Ray cluster at {address} cannot be joined from this machine ({error.__cause__ or error}): start the "
+            "run on one of its nodes."
+        ) from error
+    except SystemExit:  # what Ray makes of SIGTERM
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)

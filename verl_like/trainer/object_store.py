@@ -1,0 +1,69 @@
+"""Whether the data of a step fits into the object store of a Ray that starts on this machine."""
+
+import shutil
+
+import torch
+from ray._common.utils import get_default_system_temp_dir
+from ray._private.utils import estimate_available_memory, get_shared_memory_bytes, resolve_object_store_memory
+from transformers import AutoModelForCausalLM
+
+from verl_like.protocol.columns import COLUMNS
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.workers.pretrained import load_config
+
+
+def step_bytes(config: PPOConfig) -> dict[str, int]:
+    """Bytes that lie in the object store at the end of a step, at most, by what they are.
+
+    Every column once as its worker returned it and once as the driver passes it on, and the exported weights.
+    """
+    data = config.data
+    length = {"P": data.max_prompt_length, "R": data.max_response_length}
+    length |= {"T": length["P"] + length["R"], "B": 1}
+    size = {"int64": 8, "float32": 4, "bool": 1}
+    row = 0
+    for column in COLUMNS.values():
+        if column.kind == "tensor":
+            row += size[column.dtype] * length[column.dims[-1]]
+    rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
+    policy = config.actor_rollout_ref.model
+    with torch.device("meta"):  # without memory for it
+        model = AutoModelForCausalLM.from_config(
+            load_config(policy, key="actor_rollout_ref.model"), trust_remote_code=policy.trust_remote_code
+        )
+    dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
+    return {
+        f"2 * {rows} rows of at most {row:,} bytes": 2 * rows * row,
+        f"weights of the policy, {config.actor_rollout_ref.rollout.dtype}": model.num_parameters() * dtype.itemsize,
+    }
+
+
+def check_object_store(needed: dict[str, int]) -> str | None:
+    """What to warn of, if anything; raises ValueError with the sum if `needed`, bytes by what they are, does not fit.
+
+    Ray's store is as large as Ray itself makes it: a share of the memory, in /dev/shm if that has room for it, else in
+    a folder on disk.
+    """
+    size, shared = resolve_object_store_memory(estimate_available_memory()), get_shared_memory_bytes()
+    folder = get_default_system_temp_dir()
+    on_disk = shared < size
+    room = min(size, shutil.disk_usage(folder).free) if on_disk else size
+    total = sum(needed.values())
+    where = f"{folder}, for /dev/shm has {_gib(shared)}" if on_disk else f"/dev/shm, which has {_gib(shared)}"
+    if total > room:
+        terms = "\n".join(f"  {what:<60} {_gib(amount):>12}" for what, amount in needed.items())
+        raise ValueError(
+            f"the data of a step does not fit into Ray's object store:\n{terms}\n  {'together':<60} {_gib(total):>12}\n"
+            f"  {'room in ' + where:<60} {_gib(room):>12}\n"
+            "Give the container a larger /dev/shm (docker run --shm-size), or lower data.train_batch_size."
+        )
+    if on_disk:
+        return (
+            f"Warning: /dev/shm has only {_gib(shared)}, so Ray keeps its objects in {folder}, which may be slower; a "
+            f"step has at most {_gib(total)} of them. In a container: docker run --shm-size={1.1 * size / 2**30:.2f}g."
+        )
+    return None
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
