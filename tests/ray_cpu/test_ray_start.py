@@ -92,6 +92,7 @@ def test_an_address_where_nothing_is_is_refused(address, monkeypatch):
         start(None)
 
 
+@pytest.mark.proof
 def test_an_address_that_does_not_answer_is_refused_within_ten_seconds():
     with socket.socket() as silent:
         silent.bind(("", 0))
