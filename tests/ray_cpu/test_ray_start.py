@@ -44,14 +44,15 @@ def running(ray_folder: Path) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     note = ray_folder / "ray/ray_current_cluster"
     deadline = time.monotonic() + 60
-    while not note.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
-    yield f"127.0.0.1:{port}"
-    family = psutil.Process(process.pid).children(recursive=True)
-    for member in [*family, psutil.Process(process.pid)]:
-        member.kill()
-    process.wait(timeout=30)
+    try:
+        while not note.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            member.kill()
+        process.wait(timeout=30)
 
 
 def start(configured: str | None) -> float:
