@@ -132,15 +132,13 @@ def name_of(mutant: Mutant) -> str:
     return f"{mutant.line} {mutant.key}"
 
 
-def try_those_left(mutants: dict[str, Mutant], results: Results) -> None:
-    """Tries the mutants of which there is no result yet."""
+def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
+    """Tries the mutants of which there is no result yet; returns the tests that fail on the unchanged source."""
 
     def left() -> list[Mutant]:
         done = results.read()
         return [mutant for name, mutant in mutants.items() if name not in done]
 
-    if not left():
-        return
     make_copies()
     known = baselines(state_of_the_source())
     seconds = {test: took for baseline in known.values() for test, took in baseline.seconds.items()}
@@ -148,9 +146,11 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> None:
     for mutant in left():
         if not tests[name_of(mutant)]:
             results.note(mutant, "no test runs it")
-    run_template([(mutant, tests[name_of(mutant)]) for mutant in left()], seconds, results.note)
+    if left():
+        run_template([(mutant, tests[name_of(mutant)]) for mutant in left()], seconds, results.note)
     anew = [(mutant, tests[name_of(mutant)]) for mutant in left()]
     try_all(anew, seconds, results.note, partial(start_anew, seconds))
+    return [test for baseline in known.values() for test in baseline.failed]
 
 
 def main() -> None:
@@ -161,13 +161,15 @@ def main() -> None:
     why = reasons()
     results = Results(why)
     print(f"{num_all} mutants, {len(mutants)} are tried.", flush=True)
-    try_those_left(mutants, results)
+    failed = try_those_left(mutants, results)
     outcome_of = results.read()
     outcomes = [(mutant, outcome_of[name]) for name, mutant in mutants.items()]
     (ROOT / "docs" / "mutants.md").write_text(page(num_all, outcomes, why))
     print(summary(num_all, outcomes))
     missed = [mutant for mutant, outcome in outcomes if outcome != "killed"]
     unexplained = [f"{mutant.file}:{mutant.line}" for mutant in missed if mutant.key not in why]
+    if failed:
+        sys.exit(f"These tests fail on the unchanged source, so that no mutant was tried on them: {', '.join(failed)}")
     if unexplained:
         sys.exit(f"No reason in scripts/survivors.toml for {', '.join(unexplained)}")
     if len(missed) > 0.05 * len(outcomes):
