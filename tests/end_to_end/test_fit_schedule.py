@@ -1,0 +1,56 @@
+"""When a run validates and saves, and what it times, in one process."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import metrics_of
+from test_local_step import run_locally
+
+VALIDATED = "val-core/exact_match/acc/mean@1"
+GRPO = "algorithm.adv_estimator=grpo"
+
+
+def saved(folder: Path) -> list[str]:
+    """Model folders and checkpoints of a run, by step."""
+    run = folder / "runs/latest"
+    return sorted(str(path.relative_to(run)) for path in run.glob("global_step_*/*/*"))
+
+
+def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every_third(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]
+):
+    run_locally(tmp_path, tiny_llama, GRPO, "trainer.test_freq=2", "trainer.save_freq=3", steps=5)
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows if VALIDATED in row] == [0, 2, 4, 5]
+    assert [row["step"] for row in rows if "timing_s/testing" in row] == [2, 4, 5]
+    assert [row["step"] for row in rows if "timing_s/save_checkpoint" in row] == [3, 5]
+    parts = ("checkpoint", "huggingface")
+    assert saved(tmp_path) == [f"global_step_{step}/actor/{part}" for step in (3, 5) for part in parts]
+    timed = {name.removeprefix("timing_s/") for name in rows[1] if name.startswith("timing_s/")}
+    assert {"gen", "reward", "adv", "update_actor", "update_weights", "step"} <= timed
+    # Eight prompts are two batches of four: the third step begins the second epoch.
+    assert [row["training/epoch"] for row in rows[1:]] == [0, 0, 1, 1, 2]
+    assert [row["training/global_step"] for row in rows[1:]] == [1, 2, 3, 4, 5]
+    assert re.search(r"step 5/5\b", capsys.readouterr().out)
+
+
+def test_a_run_that_neither_validates_nor_saves_on_the_way_still_leaves_its_models(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    run_locally(tmp_path, tiny_llama, *settings, steps=2)
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2] and not any(VALIDATED in row for row in rows)
+    assert saved(tmp_path) == ["global_step_2/actor/huggingface", "global_step_2/critic/huggingface"]
+    # Random responses of at most four tokens to prompts of four or five; the limits are 4 and 8.
+    assert all(row["prompt_length/max"] <= 5 and row["prompt_length/clip_ratio"] == 0 for row in rows)
+    assert all((row["response_length/clip_ratio"] > 0) == (row["response_length/max"] == 4) for row in rows)
+
+
+def test_a_run_that_validates_and_saves_in_every_step_does(tmp_path: Path, tiny_llama: Callable):
+    settings = ["trainer.val_before_train=false", "trainer.test_freq=1", "trainer.save_freq=1"]
+    run_locally(tmp_path, tiny_llama, GRPO, *settings, steps=2)
+    assert [row["step"] for row in metrics_of(tmp_path) if VALIDATED in row] == [1, 2]
+    assert len(saved(tmp_path)) == 4

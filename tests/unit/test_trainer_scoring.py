@@ -1,0 +1,112 @@
+"""From responses to scores: which rows a rule scores, with what it is called, and where the result lands."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from verl_like.protocol import DataProto, metric_values
+from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
+from verl_like.single_controller.call import CallEvent
+from verl_like.trainer.scoring import RuleScorer, _merged
+from verl_like.workers.rollout import FinishedSample
+
+# Says what it was called with; "x" has no score, "y" fails.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "x":
+        return None
+    if solution_str == "y":
+        raise RuntimeError("no")
+    said = f"{data_source} {solution_str} {ground_truth} {extra_info['index']}"
+    return {"score": float(solution_str), "said": said, "length": len(solution_str)}
+"""
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardManager]:
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(REWARD)
+    manager = RewardManager(RewardFunctionSpec(str(path)), num_workers=2, on_error="skip")
+    yield manager
+    manager.close()
+
+
+@pytest.fixture
+def scorer(manager: RewardManager, tiny_llama: Callable) -> RuleScorer:
+    path, _ = tiny_llama()
+    return RuleScorer(manager, AutoTokenizer.from_pretrained(path), scores_every_row=False)
+
+
+def prompts() -> DataProto:
+    """Three prompts, of which the reward model alone judges the second."""
+    styles = ["rule", "model", "rule"]
+    return DataProto.from_dict(
+        tensors={"input_ids": torch.zeros(3, 1)},
+        non_tensors={
+            "uid": np.array(["a", "b", "c"], dtype=object),
+            "data_source": np.array(["from a", "from b", "from c"], dtype=object),
+            "reward_model": np.array(
+                [{"style": s, "ground_truth": str(i)} for i, s in enumerate(styles)], dtype=object
+            ),
+            "extra_info": np.array([{"index": 10 * i} for i in range(3)], dtype=object),
+        },
+    )
+
+
+def generated(scorer: RuleScorer, texts: list[str]) -> DataProto:
+    """A batch of these responses, each with end of sequence and padding, R = 4."""
+    token_ids = [scorer.tokenizer(text, add_special_tokens=False)["input_ids"] + [1] for text in texts]
+    responses = torch.tensor([ids + [0] * (4 - len(ids)) for ids in token_ids])
+    mask = torch.tensor([[1] * len(ids) + [0] * (4 - len(ids)) for ids in token_ids])
+    return DataProto.from_dict(tensors={"responses": responses, "response_mask": mask})
+
+
+def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer):
+    texts = ["1", "22", "5", "6", "x", "333"]  # two responses to each prompt
+    batch = generated(scorer, texts)
+    pending = scorer.expect(prompts(), num_samples=2)
+    # The second response to a and the first to c are told early; b is not a rule's.
+    told = [("c", 0, 4), ("b", 1, 3), ("a", 1, 1)]
+    pending.add([FinishedSample(uid, index, tuple(batch.batch["responses"][row].tolist())) for uid, index, row in told])
+    result = pending.complete(batch).get()
+    expected = torch.zeros(6, 4)
+    expected[0, 1], expected[1, 2], expected[5, 3] = 1.0, 22.0, 333.0  # at the end of sequence
+    assert torch.equal(result.batch["rule_scores"], expected) and result.batch["rule_scores"].dtype == torch.float32
+    assert result.batch["is_skipped"].tolist() == [False, False, False, False, True, False]
+    said = ["from a 1 0 0", "from a 22 0 0", None, None, None, "from c 333 2 20"]
+    assert result.non_tensor_batch["reward_extra/said"].tolist() == said
+    lengths = result.non_tensor_batch["reward_extra/length"]
+    assert np.array_equal(lengths, [1, 2, np.nan, np.nan, np.nan, 3], equal_nan=True)
+    assert metric_values(result.meta_info["metrics"]) == {
+        "reward/early_ratio": 2 / 4, "reward/num_skipped": 1, "reward/num_errors": 0, "reward/num_timeouts": 0,
+    }  # fmt: skip
+
+
+def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer: RuleScorer):
+    scorer.scores_every_row = True
+    result = scorer.expect(prompts(), num_samples=1).complete(generated(scorer, ["1", "2", "y"])).get()
+    assert result.batch["rule_scores"].sum(-1).tolist() == [1.0, 2.0, 0.0]
+    metrics = metric_values(result.meta_info["metrics"])
+    assert (metrics["reward/num_skipped"], metrics["reward/num_errors"], metrics["reward/early_ratio"]) == (1, 1, 0)
+
+
+def test_each_reward_process_is_a_rank_of_the_timeline(scorer: RuleScorer):
+    events: list[CallEvent] = []
+    scorer.on_call = events.append
+    scorer.report([(70, 1.0, 2.0), (50, 1.5, 3.0), (70, 2.005, 4.0), (70, 5.0, 6.0)])
+    scorer.report([(90, 7.0, 8.0), (50, 7.0, 9.0)])
+    assert events == [
+        CallEvent("driver", "rules", "score", 0, 1.5, 3.0),
+        CallEvent("driver", "rules", "score", 1, 1.0, 4.0),
+        CallEvent("driver", "rules", "score", 1, 5.0, 6.0),
+        CallEvent("driver", "rules", "score", 0, 7.0, 9.0),
+        CallEvent("driver", "rules", "score", 2, 7.0, 8.0),
+    ]
+
+
+def test_spans_of_a_process_less_than_10_ms_apart_are_one():
+    assert _merged([(1, 0.0, 1.0), (1, 1.009, 2.0), (1, 2.011, 3.0)]) == [(1, 0.0, 2.0), (1, 2.011, 3.0)]
+    assert _merged([(2, 0.0, 1.0), (1, 1.0, 2.0)]) == [(1, 1.0, 2.0), (2, 0.0, 1.0)]
