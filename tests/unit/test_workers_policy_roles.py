@@ -1,11 +1,16 @@
 """The policy's roles in one process: the actor's weights reach the rollout, whose samples the actor scores."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_worker_models import PROMPT, RESPONSE, local_group, make_batch, parameters_of, policy_config, write_model
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.failure import WorkerError
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 
@@ -49,3 +54,24 @@ def test_exporting_leaves_the_actor_as_it_is(config):
 def test_a_role_that_the_policy_does_not_play_is_refused(config):
     with pytest.raises((ValueError, WorkerError), match="not 'critic'"):
         local_group(ActorRolloutRefWorker, config, role="critic", seed=1)
+
+
+def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_teacher(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    teacher = importlib.import_module("examples.new_role.teacher").TeacherWorker
+
+    class RecordingTeacher(teacher):
+        """The teacher's dispatch over four ranks of which two share each sequence, without a model."""
+
+        def __init__(self):
+            self.register_mesh("ref", 2)
+
+        def annotate(self, data):
+            self.tokens = data.batch["input_ids"]
+            return DataProto.from_dict(tensors={"teacher_log_prob": data.batch["response_mask"].float()})
+
+    group, data = LocalWorkerGroup(ClassWithInitArgs(RecordingTeacher), world_size=4), make_batch(rows=8)
+    scores = group.annotate(data).get().batch["teacher_log_prob"]
+    assert torch.equal(scores, data.batch["response_mask"].float())
+    for worker, first in zip(group.workers, (0, 0, 4, 4), strict=True):
+        assert torch.equal(worker.tokens, data.batch["input_ids"][first : first + 4])
