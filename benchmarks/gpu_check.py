@@ -31,7 +31,6 @@ KERNELS, TRAINING = "benchmarks.sides.gpu_kernels", "benchmarks.sides.gpu_traini
 SPEED = {"function": f"{TRAINING}.speed", "seconds": 60}
 VARIANTS: dict[str, dict] = {
     "plain": {},
-    "no reshard": {"fsdp": {"reshard_after_forward": False}},
     "parameters offloaded": {"fsdp": {"param_offload": True}},
     "optimizer offloaded": {"fsdp": {"optimizer_offload": True}},
     "both offloaded": {"fsdp": {"param_offload": True, "optimizer_offload": True}},

@@ -117,6 +117,7 @@ def head(report: Any, device: str, *, hidden_size: int) -> None:
     products = seconds_of(device, lambda: bare_products(*tensors))
     what = f"head, {num_tokens} x {vocabulary} x {hidden_size}"
     report.row(f"{what}, four bare products", "s", products)
+    of_training = head_module.LOGITS_PER_CHUNK
     for bits in (24, 26, 27, 28):
         head_module.LOGITS_PER_CHUNK = {device: 1 << bits}
         got = head_results(ours, few)
@@ -127,6 +128,7 @@ def head(report: Any, device: str, *, hidden_size: int) -> None:
         ratio = statistics.median(seconds) / statistics.median(products)
         report.row(f"{what}, chunks of 2^{bits} logits", "s", seconds, of_products=ratio)
         report_peak(report, f"{what}, chunks of 2^{bits} logits: peak memory", device, before)
+    head_module.LOGITS_PER_CHUNK = of_training  # the cases that follow run in this process too
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

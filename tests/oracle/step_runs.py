@@ -52,7 +52,7 @@ ARCHITECTURES = {
 
 
 @register_policy_loss("twice")
-def twice_the_policy_loss(*columns: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, dict[str, float]]:
+def twice_the_policy_loss(*columns: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, told = compute_policy_loss(*columns, **settings)
     return 2 * loss, told
 

@@ -8,7 +8,9 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu_check import GpuReport, measure
 from benchmarks.harness import ROOT
+from benchmarks.sides.gpu_kernels import head
 from benchmarks.sides.gpu_process import Case
+from verl_like.workers import linear_log_prob
 
 
 def run_script(folder, *arguments):
@@ -79,3 +81,10 @@ def test_a_case_whose_numbers_are_not_those_of_the_first_is_a_failure(tmp_path):
     measure(cases, "cpu", report, tmp_path / "log")
     assert report.failures == ["value 2.1: the loss"]
     assert report.rows[-1]["why"] == "FAILED: 2.1, but 2 in value 2.0"
+
+
+def test_cases_after_the_head_run_with_the_chunks_that_training_has():
+    """They share its process, and the peaks of the engine include a chunk."""
+    chunks = dict(linear_log_prob.LOGITS_PER_CHUNK)
+    head(GpuReport("trial", "A trial"), "cpu", hidden_size=896)
+    assert linear_log_prob.LOGITS_PER_CHUNK == chunks

@@ -89,6 +89,18 @@ def test_an_offloaded_optimizer_is_on_the_device_for_its_step_alone(deepseek_7b:
     assert not {"actor weights", "actor Adam"} & phase(config, "generation").keys()
 
 
+def test_the_hf_engine_takes_its_weights_and_no_share(deepseek_7b: str):
+    config = script_config(deepseek_7b, "actor_rollout_ref.rollout.name=hf")
+    generation = phase(config, "generation")
+    assert generation["engine's weights"] == pytest.approx(2 * SEVEN_BILLION / 1e9)  # bfloat16, whole
+    assert "engine's share" not in generation
+    assert not {"engine's weights", "sleeping engine*"} & phase(config, "actor update").keys()  # they go to the host
+    kept = script_config(
+        deepseek_7b, "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.free_cache_engine=false"
+    )
+    assert phase(kept, "actor update")["engine's weights"] == generation["engine's weights"]
+
+
 def test_roles_of_one_pool_lie_there_together(deepseek_7b: str):
     config = script_config(
         deepseek_7b, "placement=colocated", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.n_gpus_per_node=4"

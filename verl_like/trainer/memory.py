@@ -207,7 +207,11 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
     by_name = {role.name: role for role in training_roles(config)}
     groups = process_groups({role: config.role_mapping[role] for role in config.active_roles})
     engine_pool = config.role_mapping[Role.Rollout]
-    share = rollout.gpu_memory_utilization * device_bytes
+    engine = {"engine's share": rollout.gpu_memory_utilization * device_bytes}
+    asleep = {"sleeping engine*": ASLEEP}
+    if rollout.name == "hf":  # has a whole model, reserves nothing, and sleeps in host memory
+        parameters = by_name[Role.Actor].size.parameters
+        engine, asleep = {"engine's weights": parameters * getattr(torch, rollout.dtype).itemsize}, {}
     phases = []
     for pool in dict.fromkeys(pool for pool, _ in groups):
         roles = [
@@ -219,8 +223,8 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
         overhead = {"overhead*": OVERHEAD} if roles else {}
         beside = {}
         if pool == engine_pool:
-            phases.append(Phase(pool, "generation", rest | {"engine's share": share} | overhead))
-            beside = {"sleeping engine*": ASLEEP} if rollout.free_cache_engine else {"engine's share": share}
+            phases.append(Phase(pool, "generation", rest | engine | overhead))
+            beside = asleep if rollout.free_cache_engine else engine
         for role in roles:
             name = "update" if isinstance(role.fsdp, TrainedFsdpConfig) else "forward pass"
             working = role.working(sequence, response)
