@@ -1,6 +1,7 @@
 """Ranks of a pool and whether pools fit on nodes, without a cluster."""
 
 import copy
+import itertools
 import socket
 
 import pytest
@@ -62,11 +63,32 @@ def test_each_entry_is_put_whole_on_one_node_in_any_order():
     assert assign([], {}) == []
 
 
+def test_a_way_is_found_where_trying_every_one_finds_it():
+    for rooms in itertools.combinations_with_replacement(range(1, 7), 3):
+        for sizes in itertools.combinations_with_replacement(range(1, 6), 3):
+            ways = itertools.product(range(3), repeat=3)
+            filled = (
+                [sum(size for size, i in zip(sizes, way, strict=True) if i == n) for n in range(3)] for way in ways
+            )
+            exists = any(all(used <= room for used, room in zip(node, rooms, strict=True)) for node in filled)
+            found = assigned(entries(*sizes), *rooms)
+            assert (found is not None) == exists, (sizes, rooms)
+
+
 def test_gpus_and_cpus_are_both_counted():
     node = {"GPU": 8.0, "CPU": 8.0}
     assert assign([{"GPU": 8, "CPU": 8}], {"a": node}) == ["a"]
     assert assign([{"GPU": 4, "CPU": 12}], {"a": node}) is None
     assert assigned([{"GPU": 1, "CPU": 1}], 64) is None
+
+
+def test_one_node_too_few_is_seen_at_once_whatever_else_the_nodes_have():
+    # By trial of every order, 16 nodes that differ in their free CPUs take longer than anybody waits.
+    nodes = {str(i): {"GPU": 8.0, "CPU": 100.0 + i} for i in range(16)}
+    assert assign([{"GPU": 8, "CPU": 16}] * 17, nodes) is None
+    assert assign([{"GPU": 7, "CPU": 14}] * 16 + [{"GPU": 2, "CPU": 4}], nodes) is None
+    assert assigned(entries(*[16] * 25, 1), 60, 61, 62, 63, 59, 58, 57, 56) is None
+    assert sorted(assign([{"GPU": 8, "CPU": 16}] * 16, nodes) or []) == sorted(nodes)
 
 
 def test_a_reserved_port_is_free_for_its_owner_only():

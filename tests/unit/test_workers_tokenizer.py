@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from verl_like.workers.config import TrainedModelConfig
 from verl_like.workers.pretrained import check_tokenizer, load_tokenizer, save_pretrained
@@ -104,6 +104,21 @@ def test_a_tokenizer_that_reads_otherwise_than_its_file_is_refused(byte_level: T
     no_decoder.backend_tokenizer.decoder = decoders.Fuse()
     with pytest.raises(ValueError, match=r"decoded as 'helloĠworldĊ.* not 'hello world"):
         check_tokenizer(no_decoder, byte_level, [TEXT])
+
+
+def test_a_model_type_whose_readers_rebuild_the_exported_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")  # Qwen2Tokenizer splits them one by one
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=258, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["123"] * 20, trainer)
+    config = write_folder(tmp_path, tokenizer)
+    check_tokenizer(load_tokenizer(config), config, ["123"])
+    Qwen2Config(vocab_size=258).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"as an export of it reads it \(Qwen2Tokenizer\), is not that of"):
+        check_tokenizer(load_tokenizer(config), config, ["123"])
 
 
 def test_a_tokenizer_of_sentencepiece_keeps_its_own_spaces(tmp_path: Path) -> None:

@@ -212,7 +212,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
     reference.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        exported = AutoTokenizer.from_pretrained(folder)
+        # Of some model types transformers reads a tokenizer by a class of its own, whatever the folder names.
+        load_config(config, key="actor_rollout_ref.model").save_pretrained(folder)
+        exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for text in texts:
         ids = reference.encode(text, add_special_tokens=False).ids
         decoded = reference.decode(ids)
@@ -223,9 +225,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
                 raise ValueError(
                     f"the tokenizer of actor_rollout_ref.model, as {name} reads it ({type(one).__name__}), is not that "
                     f"of {file}: {text!r} becomes {own_ids}, not {ids}, and those are decoded as {own_decoded!r}, not "
-                    f"{decoded!r}. Training would be on other text than the model knows: set "
-                    "actor_rollout_ref.model.tokenizer_path to a folder whose tokenizer.json and "
-                    "tokenizer_config.json agree."
+                    f"{decoded!r}. Training, or whoever loads its result, would work on other text than the model "
+                    "knows: set actor_rollout_ref.model.tokenizer_path to a folder that transformers reads as its "
+                    "tokenizer.json says."
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import ray
@@ -35,28 +36,39 @@ def wait_for_nodes(requests: dict[str, list[Resources]], timeout_s: float) -> li
 def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
     """A node for each entry, which is put there whole, so that there is room for all together; None if there is no way.
 
-    Nodes that look alike are tried once.
+    Entries are multiples of one bundle, and a node counts by how many bundles fit: nodes of as many GPUs are alike,
+    however many of their CPUs are free.
     """
-    largest_first = sorted(
-        range(len(entries)), key=lambda i: (entries[i].get("GPU", 0), entries[i].get("CPU", 0)), reverse=True
-    )
-    chosen = _assign([entries[i] for i in largest_first], nodes)
-    return None if chosen is None else [node for _, node in sorted(zip(largest_first, chosen, strict=True))]
-
-
-def _assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
     if not entries:
         return []
-    entry, *others = entries
-    tried: list[Resources] = []
-    for name, node in nodes.items():
-        if node in tried or any(node.get(kind, 0) < amount for kind, amount in entry.items()):
+    bundle = {kind: math.gcd(*(int(entry[kind]) for entry in entries)) for kind in entries[0]}
+
+    def bundles(resources: Resources) -> int:
+        return int(min(resources.get(kind, 0) // amount for kind, amount in bundle.items()))
+
+    sizes = list(map(bundles, entries))
+    largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    chosen = _assign([sizes[i] for i in largest_first], [bundles(node) for node in nodes.values()], set())
+    names = list(nodes)
+    return None if chosen is None else [names[i] for _, i in sorted(zip(largest_first, chosen, strict=True))]
+
+
+def _assign(sizes: list[int], rooms: list[int], hopeless: set[tuple[int, ...]]) -> list[int] | None:
+    """A room for each size; `hopeless` is what was tried before: how many sizes were left, and rooms of what size."""
+    if not sizes:
+        return []
+    state = len(sizes), *sorted(rooms)
+    too_many = sizes.count(sizes[0]) > sum(room // sizes[0] for room in rooms)
+    if too_many or state in hopeless:
+        return None
+    size, *others = sizes
+    for i, room in enumerate(rooms):
+        if room < size or room in rooms[:i]:  # rooms that are alike are tried once
             continue
-        tried.append(node)
-        left = {kind: free - entry.get(kind, 0) for kind, free in node.items()}
-        chosen = _assign(others, nodes | {name: left})
+        chosen = _assign(others, [*rooms[:i], room - size, *rooms[i + 1 :]], hopeless)
         if chosen is not None:
-            return [name, *chosen]
+            return [i, *chosen]
+    hopeless.add(state)
     return None
 
 
