@@ -87,4 +87,4 @@ def test_cases_after_the_head_run_with_the_chunks_that_training_has():
     """They share its process, and the peaks of the engine include a chunk."""
     chunks = dict(linear_log_prob.LOGITS_PER_CHUNK)
     head(GpuReport("trial", "A trial"), "cpu", hidden_size=896)
-    assert linear_log_prob.LOGITS_PER_CHUNK == chunks
+    assert chunks == linear_log_prob.LOGITS_PER_CHUNK
