@@ -1,5 +1,6 @@
 """When a run validates and saves, and what it times, in one process."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,11 @@ def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every
     # Eight prompts are two batches of four: the third step begins the second epoch.
     assert [row["training/epoch"] for row in rows[1:]] == [0, 0, 1, 1, 2]
     assert [row["training/global_step"] for row in rows[1:]] == [1, 2, 3, 4, 5]
+    validated = {name for name in rows[0] if name != "step"}
+    assert all(name.startswith(("val-core/", "val-aux/")) for name in validated)
+    assert "val-aux/early_ratio" not in validated
+    events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
+    assert {event["step"] for event in events if event["method"] == "sleep"} == {1, 2, 3, 4, 5}
     assert re.search(r"step 5/5\b", capsys.readouterr().out)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 from runs import metrics_of, tiny_run_settings
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -29,7 +30,9 @@ class LocalTrainer(RayPPOTrainer):
         }
 
 
-def run_locally(folder: Path, tiny_llama: Callable, *settings: str, steps: int = 2) -> RunRecorder:
+def run_locally(
+    folder: Path, tiny_llama: Callable, *settings: str, steps: int = 2, with_rules: bool = True
+) -> RunRecorder:
     """Some steps in this process; what is in `folder` then is as after any run."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
@@ -37,15 +40,16 @@ def run_locally(folder: Path, tiny_llama: Callable, *settings: str, steps: int =
     tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     own_classes = {role: run_ppo.import_worker_class(role, path) for role, path in config.worker_classes.items()}
-    rewards = run_ppo.start_reward_manager(config)
+    rewards = run_ppo.start_reward_manager(config) if with_rules else None
     recorder = RunRecorder(config)
     trainer = LocalTrainer(
         config, tokenizer, run_ppo.build_role_worker_mapping(config, own_classes), None, *datasets,
-        RuleScorer(rewards, tokenizer, scores_every_row=True), recorder,
+        RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
     )  # fmt: skip
     trainer.init_workers()
     trainer.fit()
-    rewards.close()
+    if rewards:
+        rewards.close()
     recorder.close("Done.")
     return recorder
 
@@ -163,3 +167,17 @@ def test_a_role_of_ones_own_rewards_in_training_and_in_validation_alike(
     run_locally(tmp_path, tiny_llama, *settings, f"custom_reward_function.path={tmp_path}/rule.py", steps=1)
     validation, step = metrics_of(tmp_path)
     assert validation["val-core/exact_match/reward/mean@1"] == step["critic/score/mean"] == 0.25 + 0.5 * 3.0
+
+
+def test_a_reward_model_alone_rewards_in_training_and_in_validation(tmp_path: Path, tiny_llama: Callable):
+    policy, _ = tiny_llama()
+    judge = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    judge.score.weight.data.fill_(0.25)
+    judge.save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
+    settings = ["reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge", "trainer.test_freq=-1"]
+    run_locally(tmp_path, tiny_llama, *settings, "algorithm.adv_estimator=grpo", steps=1, with_rules=False)
+    validation, step = metrics_of(tmp_path)
+    assert validation["val-core/exact_match/reward/mean@1"] != 0 and step["critic/score/mean"] != 0
+    assert "val-core/exact_match/acc/mean@1" not in validation
+    assert not [name for name in step if name.startswith("reward/")]

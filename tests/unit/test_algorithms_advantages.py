@@ -185,6 +185,14 @@ def test_grpo_of_two_groups_equals_the_hand_derived_numbers():
     torch.testing.assert_close(without_std, torch.tensor([[-1.0, -1], [1, 1], [-2, 0], [-2, -2], [4, 0]]))
 
 
+def test_grpo_adds_epsilon_to_the_standard_deviation():
+    # scores 0 and 2e-6: mean 1e-6, unbiased std sqrt(2) 1e-6, so epsilon counts nearly as much
+    advantages, _ = compute_grpo_outcome_advantage(
+        torch.tensor([[0.0], [2e-6]]), torch.ones(2, 1), np.array(["a", "a"], dtype=object)
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0], [1.0]]) / (2**0.5 + 1))
+
+
 def test_grpo_gives_a_prompt_with_one_row_its_raw_score():
     advantages, _ = compute_grpo_outcome_advantage(
         torch.tensor([[0.0, 0.5], [0.0, 2.0]]), torch.ones(2, 2), np.array(["a", "b"], dtype=object)

@@ -80,3 +80,17 @@ def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: Loc
         "global_seqlen/balanced_min": 17, "global_seqlen/balanced_max": 17,
         "perf/imbalance/unbalanced": pytest.approx((216 + 82) / (114 + 82)), "perf/imbalance/balanced": 1.0,
     }  # fmt: skip
+
+
+def test_the_imbalance_is_that_of_each_mini_batch():
+    # Three mini-batches of two rows, a row each for two ranks, without attention or head: 4 FLOPs a token. The slower
+    # rank has 8, 6 and 4 tokens; even ranks would have (8 + 1) / 2, (6 + 2) / 2 and (3 + 4) / 2.
+    tokens = torch.tensor([8, 1, 2, 6, 3, 4])
+    mask = torch.arange(8) < tokens[:, None]
+    batch = DataProto.from_dict(tensors={"attention_mask": mask.long(), "response_mask": torch.zeros(6, 4).long()})
+    cost = ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=())
+    metrics = RowWork.of(batch, cost, balance=False).metrics(
+        LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, mini_batch_rows=2
+    )
+    for name in ("unbalanced", "balanced"):
+        assert metrics[f"perf/imbalance/{name}"].value == pytest.approx((8 + 6 + 4) / (4.5 + 4 + 3.5))

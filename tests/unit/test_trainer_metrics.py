@@ -51,6 +51,16 @@ def test_drift_is_the_difference_of_probabilities_not_of_log_probabilities():
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_drift_needs_two_tokens_for_a_spread():
+    batch = small_batch()
+    batch.batch["response_mask"] = torch.tensor([[1, 0], [1, 0]])
+    metrics = metric_values(batch_metrics(batch, 2, 2))
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.2 / 2**0.5, abs=1e-6)  # of 0 and 0.2
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
+    batch.batch["response_mask"] = torch.tensor([[1, 0], [0, 0]])
+    assert not any("rollout_" in name for name in batch_metrics(batch, 2, 2))
+
+
 def test_a_batch_in_which_every_sample_was_skipped_has_no_token_metrics():
     batch = small_batch()
     batch.batch["response_mask"] = torch.zeros(2, 2, dtype=torch.long)

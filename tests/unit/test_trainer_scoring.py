@@ -67,6 +67,8 @@ def generated(scorer: RuleScorer, texts: list[str]) -> DataProto:
 def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer):
     texts = ["1", "22", "5", "6", "x", "333"]  # two responses to each prompt
     batch = generated(scorer, texts)
+    events: list[CallEvent] = []
+    scorer.on_call = events.append
     pending = scorer.expect(prompts(), num_samples=2)
     # The second response to a and the first to c are told early; b is not a rule's.
     told = [("c", 0, 4), ("b", 1, 3), ("a", 1, 1)]
@@ -83,6 +85,7 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     assert metric_values(result.meta_info["metrics"]) == {
         "reward/early_ratio": 2 / 4, "reward/num_skipped": 1, "reward/num_errors": 0, "reward/num_timeouts": 0,
     }  # fmt: skip
+    assert {event.role for event in events} == {"rules"} and all(event.started < event.finished for event in events)
 
 
 def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer: RuleScorer):

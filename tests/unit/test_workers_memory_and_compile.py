@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tiny_worker_models import (
+    critic_config,
     gradients_of,
     local_group,
     make_batch,
@@ -13,11 +14,12 @@ from tiny_worker_models import (
     relative_error,
     write_model,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
 from verl_like.workers import activation_offload
 from verl_like.workers.activation_offload import ActivationOffload
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models import PolicyModel, pack
 from verl_like.workers.pretrained import compile_layers, load_pretrained
 
@@ -111,3 +113,18 @@ def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(mod
     engine.device = "cuda"
     engine._offload()
     assert len(calls) == shares_device
+
+
+@pytest.mark.parametrize("switch", ["enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"])
+def test_actor_and_critic_do_what_each_switch_says_and_nothing_else(tmp_path, model_path, switch):
+    switches = dict.fromkeys(("enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"), False)
+    value_path = write_model(tmp_path / "critic", LlamaForTokenClassification)
+    made = {ActorRolloutRefWorker: policy_config(model_path), CriticWorker: critic_config(value_path)}
+    for worker_class, config in made.items():
+        model = config.model.model_copy(update=switches | {switch: True})
+        role = {"role": "actor"} if worker_class is ActorRolloutRefWorker else {}
+        group = local_group(worker_class, config.model_copy(update={"model": model}), seed=1, **role)
+        engine = group.workers[0].engine
+        assert engine.model.hf.is_gradient_checkpointing == (switch == "enable_gradient_checkpointing")
+        compiled = ["forward" in vars(layer) for layer in engine.units[:-1]]
+        assert compiled == [switch == "use_torch_compile"] * 2

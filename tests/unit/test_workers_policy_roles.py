@@ -5,13 +5,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_worker_models import PROMPT, RESPONSE, local_group, make_batch, parameters_of, policy_config, write_model
+from tiny_worker_models import (
+    PROMPT,
+    RESPONSE,
+    critic_config,
+    local_group,
+    make_batch,
+    parameters_of,
+    policy_config,
+    reward_config,
+    write_model,
+    write_reward_model,
+)
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reward_model import RewardModelWorker
 
 
 @pytest.fixture
@@ -75,3 +88,15 @@ def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_teacher
     assert torch.equal(scores, data.batch["response_mask"].float())
     for worker, first in zip(group.workers, (0, 0, 4, 4), strict=True):
         assert torch.equal(worker.tokens, data.batch["input_ids"][first : first + 4])
+
+
+def test_every_role_reads_weights_on_the_first_rank_alone_and_a_new_value_head_from_the_seed(config, tmp_path):
+    rewards = reward_config(write_reward_model(tmp_path / "judge"))
+    made = [ActorRolloutRefWorker(config, role=role, seed=3) for role in ("actor", "ref")]
+    critics = [CriticWorker(critic_config(config.model.path), seed=seed) for seed in (3, 3, 4)]
+    for worker in (*made, critics[0], RewardModelWorker(rewards)):
+        first, other = (list(worker.build_model(with_weights).parameters()) for with_weights in (True, False))
+        assert {parameter.device.type for parameter in first} == {"cpu"}
+        assert {parameter.device.type for parameter in other} == {"meta"}
+    heads = [critic.build_model(True).hf.score.weight for critic in critics]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])

@@ -80,7 +80,7 @@ def validation_metrics(samples: list[ValidationSample]) -> dict[str, float]:
 
 
 def _mean(values: torch.Tensor) -> Metric:
-    return Metric.mean(values.float().mean().item() if values.numel() else float("nan"), weight=values.numel())
+    return Metric.mean(values.float().mean().item(), weight=values.numel())  # of no values NaN, which weighs nothing
 
 
 def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
