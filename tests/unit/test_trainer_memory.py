@@ -69,6 +69,10 @@ def test_weights_adam_and_gradients_of_7b_on_four_gpus_are_those_of_the_hand(dee
         (["fsdp_config.reshard_after_forward=false"], {"gradients": 4, "gathered layers": 2, "actor Adam": 8 / 4}),
         (["fsdp_config.fsdp_size=1"], {"gradients": 4, "gathered layers": 2, "actor weights": 4, "actor Adam": 8}),
         (["fsdp_config.model_dtype=bfloat16"], {"gradients": 6 / 4, "actor weights": 2 / 4, "actor Adam": 4 / 4}),
+        (
+            ["fsdp_config.model_dtype=bfloat16", "fsdp_config.fsdp_size=1"],
+            {"gradients": 4, "gathered layers": 2, "actor weights": 2, "actor Adam": 4},
+        ),
         (["fsdp_config.optimizer_offload=true"], {"actor weights": 4 / 4, "actor Adam": None}),
     ],
 )

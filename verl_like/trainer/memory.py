@@ -120,12 +120,16 @@ class TrainingRole:
         return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
 
     def gradients(self) -> float:
-        """Float32 gradients that micro-batches add up in, and what the optimizer reads them from."""
+        """Float32 gradients that micro-batches add up in, and what the optimizer reads them from.
+
+        In the last backward pass a whole model's gathered layers are freed as their gradients get the latter: there
+        are never both.
+        """
         if not isinstance(self.fsdp, TrainedFsdpConfig):
             return 0.0
         whole = self.shards == 1 or not self.fsdp.reshard_after_forward
         summed = self.size.parameters * REDUCTION_BYTES / (1 if whole else self.shards)
-        return summed if self.fsdp.model_dtype == "float32" else summed + self.stored
+        return summed if whole or self.fsdp.model_dtype == "float32" else summed + self.stored
 
     def gathered(self) -> float:
         """Parameters in the computing data type: all, or the outermost ones, a layer, the next one and its buffer."""
