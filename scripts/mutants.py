@@ -161,6 +161,8 @@ def main() -> None:
     why = reasons()
     results = Results(why)
     print(f"{num_all} mutants, {len(mutants)} are tried.", flush=True)
+    for file, before, after in why.keys() - {mutant.key for mutant in drawn}:
+        print(f"scripts/survivors.toml names a mutant of {file} that is not tried: {before} -> {after}")
     failed = try_those_left(mutants, results)
     outcome_of = results.read()
     outcomes = [(mutant, outcome_of[name]) for name, mutant in mutants.items()]

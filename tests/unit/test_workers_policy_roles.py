@@ -100,3 +100,15 @@ def test_every_role_reads_weights_on_the_first_rank_alone_and_a_new_value_head_f
         assert {parameter.device.type for parameter in other} == {"meta"}
     heads = [critic.build_model(True).hf.score.weight for critic in critics]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
+def test_the_update_compares_with_the_engine_only_where_nothing_did_before(config):
+    batch = make_batch(rows=2)
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.1
+    for without_old in (False, True):
+        if without_old:
+            batch.batch.pop("old_log_probs")
+        config = policy_config(config.model.path, prompts=2, micro=2)
+        metrics = local_group(ActorRolloutRefWorker, config, role="actor", seed=1).update_actor(batch).get().meta_info
+        assert ("training/rollout_probs_diff_mean" in metrics["metrics"]) == without_old
+        assert ("actor/entropy" in metrics["metrics"]) == without_old
