@@ -87,6 +87,10 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
     settings += [f"data.train_files={rows}", f"data.val_files={rows}"]
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses"):
         check_inputs(load_config(settings), cleanup)
+    # The training rows of the tiny run have rules; beside them, those of the validation would count 0 unnoticed.
+    mixed = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null", f"data.val_files={rows}"]
+    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses to 8 of 16"):
+        check_inputs(load_config(mixed), cleanup)
     judge, _ = tiny_llama()
     config = load_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
     with contextlib.ExitStack() as cleanup:

@@ -32,7 +32,7 @@ from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import RuleScorer, has_rule, reward_columns
+from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward_columns
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
@@ -63,8 +63,7 @@ def run_ppo(config: PPOConfig) -> int:
     """
     # A pre-empted run ends as cleanly as an interrupted one; so does one that a shell started in the background, where
     # interrupts are ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    handle_signals(signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
         try:
             inputs = check_inputs(config, cleanup)
@@ -110,8 +109,17 @@ def train(inputs: Inputs, recorder: RunRecorder) -> int:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         return _say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
     finally:
-        ray.shutdown()
+        # A second signal loses no report. Ray's shutdown comes last: in it, SIGTERM ends the process at once.
+        handle_signals(signal.SIG_IGN)
         recorder.close(outcome)
+        ray.shutdown()
+        handle_signals(signal.default_int_handler)
+
+
+def handle_signals(handler: Any) -> None:
+    """Gives what stops a run, an interrupt or SIGTERM, to `handler`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _say(message: str, exit_code: int) -> int:
@@ -144,18 +152,21 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> Inputs:
     config = with_training_steps(config, training_steps(config, len(train_dataset)))
     scorer = None
     every_row = config.custom_reward_function.path is not None
-    if every_row or any(has_rule(row["reward_model"]) for rows in (train_dataset, val_dataset) for row in rows):
+    rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
+    num_without_rule = 0 if every_row else sum(not has_rule(row) for row in rows)
+    if num_without_rule < len(rows):
         manager = start_reward_manager(config)
         cleanup.callback(manager.close)
         scorer = RuleScorer(manager, tokenizer, every_row)
         scorer.check(train_dataset)
         scorer.check(val_dataset)
     mapping = build_role_worker_mapping(config, own_classes)
-    if not reward_columns({role: built.cls for role, built in mapping.items()}, with_rules=scorer is not None):
+    columns = reward_columns({role: built.cls for role, built in mapping.items()}, with_rules=scorer is not None)
+    if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
         raise ValueError(
-            "nothing rewards the responses: the reward_model.style of every row is 'model', but reward_model.enable is "
-            "false and no role of your own has reward_columns; enable the reward model, set "
-            "custom_reward_function.path, or correct the rows."
+            f"nothing rewards the responses to {num_without_rule} of {len(rows)} rows: their reward_model.style is "
+            "'model', but reward_model.enable is false and no role of your own has reward_columns; enable the reward "
+            "model, set custom_reward_function.path, or correct the rows."
         )
     return Inputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, memory)
 
