@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.harness import ROOT, Report
 from benchmarks.sides.gpu_process import Case, run_cases
 
-BUDGET = 560.0
+BUDGET = 540.0
 """Seconds after which no case begins or goes on."""
 START = 90.0
 """Seconds that the process may take to start and to import torch and transformers."""

@@ -262,7 +262,7 @@ PRECISION: dict[str, tuple[str, str, str]] = {
     "reward_model.model.fsdp_config.dtype": ("grpo", "critic/score/mean", "actor/entropy"),
 }
 
-# Other keys that reach no formula, under one word why.
+# Other keys: they reach no formula of a training step. Under one word why.
 REACHES_NO_FORMULA: dict[str, list[str]] = {
     "input": [
         *("data.train_files", "data.val_files", "data.val_max_samples", "data.prompt_key", "data.reward_fn_key"),

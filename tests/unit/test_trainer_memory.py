@@ -63,6 +63,17 @@ def test_weights_adam_and_gradients_of_7b_on_four_gpus_are_those_of_the_hand(dee
     assert update["gathered layers"] == pytest.approx(2 * (outer + 3 * layer) / 1e9)
 
 
+def test_no_more_layers_are_gathered_than_there_are(tmp_path: Path):
+    layer, outer = 4 * 64**2 + 3 * 64 * 96 + 2 * 64, 2 * 320 * 64 + 64
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    update = phase(script_config(str(tmp_path)), "actor update")
+    assert update["gathered layers"] == pytest.approx(2 * (outer + 2 * layer) / 1e9)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -136,7 +136,7 @@ class TrainingRole:
         itemsize = getattr(torch, self.fsdp.dtype).itemsize
         if self.shards == 1 or not self.fsdp.reshard_after_forward:
             return self.size.parameters * itemsize
-        return (self.size.outer + 3 * self.size.layer) * itemsize
+        return min(self.size.parameters, self.size.outer + 3 * self.size.layer) * itemsize
 
     def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
         """During a pass, beside what is there at rest; see `activations_per_token`."""
