@@ -59,8 +59,8 @@ def wait_for_steps(folder: Path, process: subprocess.Popen, num_rows: int) -> No
         time.sleep(0.2)
 
 
-def assert_nothing_is_left(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=30)
+def assert_nothing_is_left(processes: list[psutil.Process], within_s: float = 30) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
     assert not alive, f"still running: {[(p.pid, p.name()) for p in alive]}"
 
 
@@ -109,6 +109,21 @@ def test_a_preempted_run_stops_cleanly_in_every_phase(tmp_path: Path, start: Cal
     saved = list((tmp_path / "runs/latest").glob("global_step_*/*/huggingface/*.safetensors"))
     for file in saved:
         load_file(file)  # what is there is whole
+
+
+@pytest.mark.proof
+def test_signals_that_come_while_a_run_ends_lose_no_report(tmp_path: Path, start: Callable):
+    process = start()
+    wait_for_steps(tmp_path, process, num_rows=1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    while process.poll() is None:
+        process.terminate()
+        time.sleep(0.2)
+    # While Ray shuts down, SIGTERM has its default action again; Ray's agents then notice by themselves, in a minute.
+    assert process.returncode in (130, -signal.SIGTERM)
+    assert_nothing_is_left(family, within_s=150)
+    assert "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()
+    assert "Interrupted" in (tmp_path / "out").read_text() and "Traceback" not in (tmp_path / "err").read_text()
 
 
 def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Path, start: Callable):
