@@ -60,6 +60,8 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     last = metrics_of(tmp_path)[-1]
     assert last["step"] == 2 and last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
     assert last["training/rollout_probs_diff_max"] < 1e-4
+    speeds = {f"perf/mfu/{phase}" for phase in ("actor", "actor_infer", "ref", "values", "critic")}
+    assert {*speeds, "actor/perf/cpu_memory_used_gb", "critic/perf/cpu_memory_used_gb"} <= last.keys()
     rows = [json.loads(line) for line in (recorder.run_dir / "timeline.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows if row["method"] == "update_actor"} == {1, 2}
     assert {"init_model", "export_weights", "load_weights"} <= {row["method"] for row in rows if row["step"] == 0}

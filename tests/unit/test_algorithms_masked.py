@@ -66,3 +66,9 @@ def test_gradients_of_masked_statistics_stop_at_the_mask():
 def test_a_rows_value_lies_on_its_last_selected_position():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])  # the second row has a hole, the third nothing
     assert on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 0, 0]]
+
+
+def test_whitening_adds_1e_8_to_the_variance():
+    # 1e-4 and -1e-4: mean 0, unbiased variance 2e-8
+    whitened = masked_whiten(torch.tensor([[1e-4, -1e-4]]), torch.ones(1, 2))
+    torch.testing.assert_close(whitened, torch.tensor([[1.0, -1.0]]) / 3**0.5)

@@ -112,3 +112,38 @@ def test_the_update_compares_with_the_engine_only_where_nothing_did_before(confi
         metrics = local_group(ActorRolloutRefWorker, config, role="actor", seed=1).update_actor(batch).get().meta_info
         assert ("training/rollout_probs_diff_mean" in metrics["metrics"]) == without_old
         assert ("actor/entropy" in metrics["metrics"]) == without_old
+
+
+class RecordingActor(ActorRolloutRefWorker):
+    """Tells which columns reach its methods, without a model."""
+
+    def __init__(self, role):
+        self.register_mesh(role, 1)
+
+    def tell(self, data):
+        written = dict.fromkeys(("old_log_probs", "entropys", "ref_log_prob", "values"), torch.zeros(len(data), 1))
+        return DataProto.from_dict(tensors=written, meta_info={"columns": set(data.batch.keys())})
+
+    compute_log_prob = compute_ref_log_prob = update_actor = tell
+
+
+class RecordingCritic(CriticWorker):
+    def __init__(self):
+        self.register_mesh("critic", 1)
+
+    compute_values = update_critic = RecordingActor.tell
+
+
+def test_methods_are_sent_the_columns_that_they_read_and_no_others():
+    actor, reference = (LocalWorkerGroup(ClassWithInitArgs(RecordingActor, role=role)) for role in ("actor", "ref"))
+    critic, data = LocalWorkerGroup(ClassWithInitArgs(RecordingCritic)), make_batch(rows=2)
+    data.batch["own_column"] = torch.ones(2, 1)
+    sequence = {"input_ids", "attention_mask", "position_ids", "response_mask"}
+    for method, added in {
+        actor.compute_log_prob: set(),
+        actor.update_actor: {"old_log_probs", "ref_log_prob", "advantages"},
+        reference.compute_ref_log_prob: set(),
+        critic.compute_values: set(),
+        critic.update_critic: {"values", "returns"},
+    }.items():
+        assert method(data).get().meta_info["columns"] == sequence | added
