@@ -36,6 +36,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         import ctypes
         ctypes.string_at(0)
     if solution_str.startswith("exit "): os._exit(int(solution_str[5:]))
+    if solution_str.startswith("start "):
+        import subprocess
+        program = subprocess.Popen(["sleep", "600"])
+        open(solution_str[6:], "w").write(str(program.pid))
+        program.wait()
     if solution_str.startswith("sleep "): time.sleep(float(solution_str[6:]))
     if solution_str.startswith("return "):
         import numpy as np
@@ -355,6 +360,15 @@ def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file
     assert set(worker_pids(os.getpid())) == before
     with pytest.raises(RuntimeError, match="uid '0-9' was not scored: the manager was closed"):
         pending.get()
+
+
+def test_a_sample_that_times_out_leaves_no_program_that_its_function_started(reward_file: str, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=2.0, on_error="skip")
+    assert manager.submit([sample(f"start {file}")]).get().num_timeouts == 1
+    manager.close()
+    status = Path(f"/proc/{file.read_text()}/stat")  # of a killed one, until its new parent has seen it: Z
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def test_a_killed_driver_leaves_no_worker_behind(reward_file: str, tmp_path: Path) -> None:

@@ -47,7 +47,16 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
     assert ["together", "3.50", "GiB"] in lines and lines[-2][-2:] == ["3.00", "GiB"]
 
 
-def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama):
+@pytest.mark.parametrize(
+    ("settings", "floats"),
+    [
+        # rollout_log_probs, rule_scores, the two of the driver, advantages, returns
+        (["algorithm.adv_estimator=grpo"], 6),
+        ([], 7),  # and values
+        (["algorithm.use_kl_in_reward=true", "reward_model.enable=true"], 11),
+    ],
+)
+def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, settings, floats):
     path, model = tiny_llama()
     config = load_config(
         [
@@ -55,11 +64,11 @@ def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama):
             "data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=6",
             "actor_rollout_ref.actor.ppo_mini_batch_size=6", "critic.ppo_micro_batch_size_per_gpu=9",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=9", "actor_rollout_ref.rollout.n=3",
-            "actor_rollout_ref.rollout.dtype=bfloat16",
+            "actor_rollout_ref.rollout.dtype=bfloat16", f"reward_model.model.path={path}", *settings,
         ]
     )  # fmt: skip
-    # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4, 1 of a row; 11 float32 of R; 2 booleans of a row.
-    row = 8 * (3 * 12 + 8 + 2 * 4 + 1) + 4 * 11 * 4 + 2
+    # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4, 1 of a row; float32 of R; 2 booleans of a row.
+    row = 8 * (3 * 12 + 8 + 2 * 4 + 1) + 4 * floats * 4 + 2
     rows, weights = step_bytes(config).values()
     assert rows == 2 * 18 * row
     assert weights == 2 * sum(parameter.numel() for parameter in model.parameters())

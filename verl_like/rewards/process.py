@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -99,7 +100,7 @@ class RewardProcess:
         with self._lock:
             self._is_killed = True
             if self._popen is not None:
-                self._popen.kill()
+                self._kill_group(self._popen.pid)
                 self._socket.shutdown(socket.SHUT_RDWR)  # children of the function may hold the other end open
 
     def stop(self) -> int:
@@ -107,7 +108,7 @@ class RewardProcess:
         with self._lock:
             if self._popen is None:
                 return 0
-            self._popen.kill()
+            self._kill_group(self._popen.pid)
             exit_code = self._popen.wait(timeout=_EXIT_S)
             self._connection.close()
             self._socket.close()
@@ -126,10 +127,21 @@ class RewardProcess:
             if self._is_killed:
                 ours.close()
                 raise ProcessDied("it was stopped")
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+            try:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # it ends together with what the function starts
+                )
+            except OSError as error:
+                ours.close()
+                raise ProcessDied(f"it could not be started: {error}") from error
             self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
+
+    def _kill_group(self, leader: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
 
     def _send(self, message: Any) -> None:
         try:

@@ -15,16 +15,17 @@ from verl_like.workers.pretrained import load_config
 def step_bytes(config: PPOConfig) -> dict[str, int]:
     """Bytes that lie in the object store at the end of a step, at most, by what they are.
 
-    Every column once as its worker returned it and once as the driver passes it on, and the exported weights.
+    Every column that the run makes, once as its worker returned it and once as the driver passes it on, and the
+    exported weights.
     """
     data = config.data
     length = {"P": data.max_prompt_length, "R": data.max_response_length}
     length |= {"T": length["P"] + length["R"], "B": 1}
     size = {"int64": 8, "float32": 4, "bool": 1}
-    row = 0
-    for column in COLUMNS.values():
-        if column.kind == "tensor":
-            row += size[column.dtype] * length[column.dims[-1]]
+    calls = {"compute_values": config.needs_critic, "compute_ref_log_prob": config.needs_reference}
+    calls |= {"compute_log_prob": config.needs_old_log_probs, "compute_rm_score": config.reward_model.enable}
+    made = [column for column in COLUMNS.values() if column.kind == "tensor" and calls.get(column.writer, True)]
+    row = sum(size[column.dtype] * length[column.dims[-1]] for column in made)
     rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
     policy = config.actor_rollout_ref.model
     with torch.device("meta"):  # without memory for it

@@ -162,7 +162,7 @@ def fetch_weights(config: ModelConfig, *, key: str) -> None:
     """
     path = os.path.expanduser(config.path)
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    for weights in ("*.safetensors", "*.bin"):  # the second only where there are none of the first
+    for weights in ("*.safetensors", "*model*.bin"):  # the second only where there are none of the first
         try:
             is_folder = Path(path).is_dir()
             folder = path if is_folder else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
