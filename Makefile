@@ -18,7 +18,7 @@ gpu-lock-check: env
 
 # What proves and takes long, up to 45 minutes; writes docs/proofs.md.
 proofs: env
-	OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py
 
 # Up to an hour; writes docs/mutants.md. The tools are laid over the environment, which stays as it is.
 mutants: env build/mutation_tools
