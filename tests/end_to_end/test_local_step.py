@@ -183,3 +183,12 @@ def test_a_reward_model_alone_rewards_in_training_and_in_validation(tmp_path: Pa
     assert validation["val-core/exact_match/reward/mean@1"] != 0 and step["critic/score/mean"] != 0
     assert "val-core/exact_match/acc/mean@1" not in validation
     assert not [name for name in step if name.startswith("reward/")]
+
+
+def test_the_adaptive_kl_coefficient_moves_by_the_number_of_scored_responses(tmp_path: Path, tiny_llama: Callable):
+    settings = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true", "trainer.val_before_train=false"]
+    settings += ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.5", "trainer.test_freq=-1"]
+    run_locally(tmp_path, tiny_llama, *settings, steps=2)
+    first, second = (row["actor/reward_kl_penalty_coeff"] for row in metrics_of(tmp_path))
+    # The policy starts as the reference, so the first KL is 0, by which the coefficient falls by 0.2 * 8 / 10,000.
+    assert first == 0.5 and second == pytest.approx(0.5 * (1 - 0.2 * 8 / 10_000), rel=1e-9)

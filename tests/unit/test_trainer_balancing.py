@@ -84,8 +84,8 @@ def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: Loc
 
 def test_the_imbalance_is_that_of_each_mini_batch():
     # Three mini-batches of two rows, a row each for two ranks, without attention or head: 4 FLOPs a token. The slower
-    # rank has 8, 6 and 4 tokens; even ranks would have (8 + 1) / 2, (6 + 2) / 2 and (3 + 4) / 2.
-    tokens = torch.tensor([8, 1, 2, 6, 3, 4])
+    # rank has 8, 6 and 5 tokens; even ranks would have (8 + 1) / 2, (6 + 2) / 2 and (3 + 5) / 2.
+    tokens = torch.tensor([8, 1, 2, 6, 3, 5])
     mask = torch.arange(8) < tokens[:, None]
     batch = DataProto.from_dict(tensors={"attention_mask": mask.long(), "response_mask": torch.zeros(6, 4).long()})
     cost = ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=())
@@ -93,4 +93,4 @@ def test_the_imbalance_is_that_of_each_mini_batch():
         LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, mini_batch_rows=2
     )
     for name in ("unbalanced", "balanced"):
-        assert metrics[f"perf/imbalance/{name}"].value == pytest.approx((8 + 6 + 4) / (4.5 + 4 + 3.5))
+        assert metrics[f"perf/imbalance/{name}"].value == pytest.approx((8 + 6 + 5) / (4.5 + 4 + 4))

@@ -147,3 +147,16 @@ def test_methods_are_sent_the_columns_that_they_read_and_no_others():
         critic.update_critic: {"values", "returns"},
     }.items():
         assert method(data).get().meta_info["columns"] == sequence | added
+
+
+def test_a_model_that_is_not_there_is_named_by_its_key(config, tmp_path):
+    missing = str(tmp_path / "nothing")
+    model = config.model.model_copy(update={"path": missing})
+    workers = {
+        "actor_rollout_ref.model": ActorRolloutRefWorker(config.model_copy(update={"model": model}), "actor", seed=1),
+        "critic.model": CriticWorker(critic_config(missing), seed=1),
+        "reward_model.model": RewardModelWorker(reward_config(missing)),
+    }
+    for key, worker in workers.items():
+        with pytest.raises(ValueError, match=rf"^{key}\.path={missing}"):
+            worker.build_model(True)
