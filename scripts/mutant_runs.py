@@ -23,6 +23,7 @@ import _pytest.main
 import coverage
 import pytest
 from mutations import Mutant
+from pytest import ExitCode
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
@@ -341,7 +342,9 @@ def try_all(
     for mutant, status, copy in in_parallel(
         [(mutant, partial(start, mutant, tests), limit) for (mutant, tests), limit in zip(jobs, limits, strict=True)]
     ):
-        assert status != pytest.ExitCode.NO_TESTS_COLLECTED, f"no tests for {mutant.key}: see {copy}.log"
+        # pytest's exits that say nothing about the mutant
+        unclear = {ExitCode.INTERNAL_ERROR, ExitCode.USAGE_ERROR, ExitCode.NO_TESTS_COLLECTED}
+        assert status not in unclear, f"no result for {mutant.key}: see {copy}.log"
         (copy / mutant.file).write_text(mutant.original)
         if status != NOT_REPLACED:
             note(mutant, outcomes.get(status, "killed"))
