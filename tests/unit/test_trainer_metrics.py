@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
 from verl_like.trainer.ppo_trainer import validation_samples
 
@@ -67,6 +67,8 @@ def test_a_batch_in_which_every_sample_was_skipped_has_no_token_metrics():
     metrics = metric_values(batch_metrics(batch, 2, 2))
     assert "critic/advantages/mean" not in metrics and "response_length/mean" not in metrics
     assert metrics["perf/total_num_tokens"] == 6  # they were generated all the same
+    merged = metric_values(merge_metrics([batch_metrics(batch, 2, 2), batch_metrics(small_batch(), 2, 2)]))
+    assert merged["response_length/clip_ratio"] == 0.5  # of the two responses that count
 
 
 def test_a_skipped_sample_counts_neither_as_a_short_response_nor_as_a_score_of_zero():
