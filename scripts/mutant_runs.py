@@ -209,17 +209,11 @@ def in_parallel(jobs: list[Job]) -> Iterator[tuple[Any, int, Path]]:
 
 
 def tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
-    """The tests that run the mutant's statement; where importing runs it, those of its function, then of its file."""
-    imported = False
-    for lines in (mutant.statement, mutant.function, range(1, mutant.source.count("\n") + 2)):
-        for baseline in known.values():
-            covering = baseline.covering(mutant.file, lines)
-            imported |= "" in covering
-            if covering - {""}:
-                return covering - {""}
-        if not imported:
-            break
-    return set()
+    """The tests that run the mutant's statement; where importing runs it, all those of its function or file."""
+    imported = any("" in baseline.covering(mutant.file, mutant.statement) for baseline in known.values())
+    lines = mutant.function if imported else mutant.statement
+    covering = [baseline.covering(mutant.file, lines) - {""} for baseline in known.values()]
+    return next(filter(None, covering), set())
 
 
 class Chosen:

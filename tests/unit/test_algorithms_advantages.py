@@ -185,6 +185,11 @@ def test_grpo_of_two_groups_equals_the_hand_derived_numbers():
     torch.testing.assert_close(without_std, torch.tensor([[-1.0, -1], [1, 1], [-2, 0], [-2, -2], [4, 0]]))
 
 
+def test_grpo_of_a_batch_without_rows_is_empty():
+    advantages, _ = compute_grpo_outcome_advantage(torch.zeros(0, 3), torch.zeros(0, 3), np.array([], dtype=object))
+    assert advantages.shape == (0, 3)
+
+
 def test_grpo_adds_epsilon_to_the_standard_deviation():
     # scores 0 and 2e-6: mean 1e-6, unbiased std sqrt(2) 1e-6, so epsilon counts nearly as much
     advantages, _ = compute_grpo_outcome_advantage(

@@ -139,14 +139,38 @@ def test_methods_are_sent_the_columns_that_they_read_and_no_others():
     critic, data = LocalWorkerGroup(ClassWithInitArgs(RecordingCritic)), make_batch(rows=2)
     data.batch["own_column"] = torch.ones(2, 1)
     sequence = {"input_ids", "attention_mask", "position_ids", "response_mask"}
-    for method, added in {
+    methods = {
         actor.compute_log_prob: set(),
         actor.update_actor: {"old_log_probs", "ref_log_prob", "advantages"},
         reference.compute_ref_log_prob: set(),
         critic.compute_values: set(),
         critic.update_critic: {"values", "returns"},
-    }.items():
+    }
+    for method, added in methods.items():
         assert method(data).get().meta_info["columns"] == sequence | added
+
+
+def test_a_method_that_does_not_write_what_it_declares_is_an_error():
+    class SilentActor(RecordingActor):
+        def compute_log_prob(self, data):
+            return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(data), 1)})
+
+        def compute_ref_log_prob(self, data):
+            return DataProto.from_dict(tensors={})
+
+    class SilentCritic(RecordingCritic):
+        def compute_values(self, data):
+            return DataProto.from_dict(tensors={})
+
+    actor, reference = (LocalWorkerGroup(ClassWithInitArgs(SilentActor, role=role)) for role in ("actor", "ref"))
+    critic = LocalWorkerGroup(ClassWithInitArgs(SilentCritic))
+    for method, missing in {
+        actor.compute_log_prob: "entropys",
+        reference.compute_ref_log_prob: "ref_log_prob",
+        critic.compute_values: "values",
+    }.items():
+        with pytest.raises(WorkerError, match=rf"declares to write \['{missing}'\]"):
+            method(make_batch(rows=2)).get()
 
 
 def test_a_model_that_is_not_there_is_named_by_its_key(config, tmp_path):

@@ -78,6 +78,10 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     log_probs = worker.compute_log_prob(half).batch["old_log_probs"]
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(half))
     save_file({"log_probs": log_probs, "passes": torch.tensor(len(passes))} | gradients, out / f"budget_{rank}")
+    worker = ActorRolloutRefWorker(policy_config(model, fsdp={"dtype": "bfloat16"}), role="actor", seed=1)
+    worker.init_model()
+    gradients, _ = gradients_of(worker, lambda: worker.update_actor(data))
+    save_file(gradients, out / f"bfloat16_gradients_{rank}")
     critic = CriticWorker(critic_config(model, micro=3), seed=1)
     critic.init_model()
     gradients, _ = gradients_of(critic, lambda: critic.update_critic(data))
@@ -199,3 +203,11 @@ def test_ordered_rows_make_the_same_mini_batches_on_two_ranks_as_on_one(two_rank
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(make_batch(rows=8)).get())
     # Of the second step: a difference of rounding in the first may move a weight by up to the learning rate.
     assert relative_error(load_file(two_ranks / "second_gradients_0"), gradients) < 1e-3
+
+
+def test_ranks_add_up_the_gradients_of_bfloat16_layers_in_float32(two_ranks):
+    gradients = load_file(two_ranks / "bfloat16_gradients_0")
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    # Sums of two bfloat16 numbers, of which most need more than its 8 digits.
+    rounded = {name: gradient.bfloat16().float() for name, gradient in gradients.items()}
+    assert relative_error(rounded, gradients) > 1e-4

@@ -1,0 +1,47 @@
+"""What is handed around as a value cannot be changed by who gets it, and what CUDA is asked for, without a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl_like.algorithms import AdvantageInputs, ClipRange
+from verl_like.protocol import metric_values
+from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.metrics import ValidationSample
+from verl_like.workers import engine
+from verl_like.workers.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
+
+MICRO = MicroBatching(rows=1, tokens=2, by_tokens=False)
+VALUES = [
+    AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1), gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=True),
+    ClipRange(0.1, 0.2, 3.0),
+    MICRO,
+    MiniBatch([], num_tokens=1.0, num_sequences=1.0, share=1.0),
+    UpdateSchedule(1, MICRO, epochs=1),
+    RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True),
+    ValidationSample("source", "0-0", {}),
+    engine.StepResult(1.0, skipped=False),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_is_not_written_into(value: object):
+    for field in dataclasses.fields(value):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field.name, None)
+
+
+def test_a_rank_takes_the_only_gpu_it_sees_and_talks_by_nccl(monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **arguments: calls.append((backend, arguments)))
+    engine.init_process_group("cuda", rank=1, world_size=2)
+    expected = {"rank": 1, "world_size": 2, "timeout": engine.COLLECTIVE_DEADLINE}
+    assert calls == [0, ("cpu:gloo,cuda:nccl", expected)]
+
+
+def test_memory_of_a_gpu_is_the_most_that_was_allocated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3_000_000_000)
+    assert metric_values(memory_metrics("cuda", "actor")) == {"actor/perf/max_memory_allocated_gb": 3.0}
