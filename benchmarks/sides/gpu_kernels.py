@@ -11,8 +11,8 @@ import transformers
 
 from benchmarks.sides.gpu_process import seconds_of
 from benchmarks.sides.head_ours import naive
-from verl_like.workers import linear_log_prob as head_module
-from verl_like.workers.attention import packed_flash, packed_sdpa, packed_varlen
+from verl_like.workers.models import linear_log_prob as head_module
+from verl_like.workers.models.attention import packed_flash, packed_sdpa, packed_varlen
 
 # Legend: N tokens of all sequences, H query heads, G key/value heads, D head size; M scored tokens, V vocabulary.
 

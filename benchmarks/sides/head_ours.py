@@ -1,7 +1,7 @@
 import torch
 
 from benchmarks.sides.head_contender import serve_heads
-from verl_like.workers.linear_log_prob import LOGITS_PER_CHUNK, linear_log_prob
+from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK, linear_log_prob
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

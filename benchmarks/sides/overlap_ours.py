@@ -11,7 +11,7 @@ from benchmarks.sides.overlap_worker_ours import Role
 from verl_like.protocol import DataProto
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl_like.workers.planning import rank_order
+from verl_like.workers.planning.partition import rank_order
 
 groups: dict[str, Any] = {}
 

@@ -5,8 +5,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.packing_data import LONGEST, PROMPT, VOCABULARY, columns
-from verl_like.workers.attention import choose_attention
-from verl_like.workers.models import PolicyModel, pack
+from verl_like.workers.models.attention import choose_attention
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packing import pack
 
 state: dict[str, Any] = {}
 

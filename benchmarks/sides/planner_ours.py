@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.serve import serve
 from benchmarks.sides.planner_data import BUDGET, lengths, timed
-from verl_like.workers.planning import balance, pack_into_micro_batches
+from verl_like.workers.planning.partition import balance, pack_into_micro_batches
 
 
 def micro_batches(law: str, rows: int, limit: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
-from verl_like.workers.models import SEQUENCE_COLUMNS
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 
 
 class TeacherWorker(ActorRolloutRefWorker):

@@ -8,7 +8,7 @@ LAYER = {"protocol": 0, "single_controller": 1, "algorithms": 1, "rewards": 1, "
 # Optional packages, each imported inside a function of the files that wrap it.
 OPTIONAL = {
     "vllm": {"workers/rollout/vllm_engine.py"},
-    "flash_attn": {"workers/attention.py"},
+    "flash_attn": {"workers/models/attention.py"},
     "wandb": {"trainer/tracking.py"},
     "trackio": {"trainer/tracking.py"},
     "mlflow": {"trainer/tracking.py"},

@@ -16,7 +16,7 @@ from verl_like.trainer import run_ppo
 from verl_like.trainer.config import load_config
 from verl_like.trainer.run_ppo import check_inputs, check_pools_fit_this_machine
 from verl_like.workers.config import TrainedModelConfig
-from verl_like.workers.pretrained import load_tokenizer
+from verl_like.workers.models.pretrained import load_tokenizer
 
 OWN_ALGORITHMS = """
 from verl_like.algorithms import register_adv_est, register_policy_loss

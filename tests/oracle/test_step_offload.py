@@ -12,7 +12,7 @@ from step_table import CRITIC_FSDP, FSDP
 
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.workers.engine import TrainingEngine
+from verl_like.workers.engine.fsdp import TrainingEngine
 
 DEVICE = "cpu:0"  # for torch another place than "cpu": tensors are copied between the two
 

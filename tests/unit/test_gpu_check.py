@@ -10,7 +10,7 @@ from benchmarks.gpu_check import GpuReport, measure
 from benchmarks.harness import ROOT
 from benchmarks.sides.gpu_kernels import head
 from benchmarks.sides.gpu_process import Case
-from verl_like.workers import linear_log_prob
+from verl_like.workers.models import linear_log_prob
 
 
 def run_script(folder, *arguments):

@@ -8,7 +8,7 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller import ClassWithInitArgs, Dispatch, Ordered, Worker, register
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
-from verl_like.workers.flops import ModelCost
+from verl_like.workers.planning.flops import ModelCost
 
 # 4 FLOPs a token, one for a scored token and 2 for a pair of tokens.
 COST = ModelCost(per_token=4.0, per_scored_token=1.0, per_pair=((2.0, None),))

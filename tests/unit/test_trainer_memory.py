@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from verl_like.trainer.config import PPOConfig, load_config
 from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
 from verl_like.trainer.run_ppo import build_role_worker_mapping
-from verl_like.workers.attention import choose_attention
 from verl_like.workers.config import PolicyModelConfig
-from verl_like.workers.models import PolicyModel, pack
+from verl_like.workers.models.attention import choose_attention
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packing import pack
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}

@@ -12,7 +12,7 @@ from verl_like.trainer import object_store
 from verl_like.trainer.config import load_config
 from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.workers.config import ModelConfig
-from verl_like.workers.pretrained import fetch_weights
+from verl_like.workers.models.pretrained import fetch_weights
 
 GIB = 2**30
 

@@ -29,7 +29,7 @@ from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.sequence_parallel import SequenceParallel
+from verl_like.workers.engine.sequence_parallel import SequenceParallel
 
 ROWS = 16
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}

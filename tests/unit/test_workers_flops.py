@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from verl_like.workers.config import ModelConfig
-from verl_like.workers.flops import ModelCost
-from verl_like.workers.pretrained import load_config
+from verl_like.workers.models.pretrained import load_hf_config
+from verl_like.workers.planning.flops import ModelCost
 
 TINY = {
     "vocab_size": 50,
@@ -91,5 +91,5 @@ def test_a_model_with_code_of_its_own_is_counted_where_that_code_may_run(tmp_pat
     )
     classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "own_llama", "auto_map": classes}))
-    config = load_config(ModelConfig(path=str(tmp_path), trust_remote_code=True), key="m")
+    config = load_hf_config(ModelConfig(path=str(tmp_path), trust_remote_code=True), key="m")
     assert ModelCost.of(config) == ModelCost.of(LlamaConfig(**TINY))

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl_like.workers import linear_log_prob as module
-from verl_like.workers.linear_log_prob import linear_log_prob
+from verl_like.workers.models import linear_log_prob as module
+from verl_like.workers.models.linear_log_prob import linear_log_prob
 
 M, D, V = 37, 16, 101
 

@@ -16,12 +16,13 @@ from tiny_worker_models import (
 )
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
-from verl_like.workers import activation_offload
-from verl_like.workers.activation_offload import ActivationOffload
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.models import PolicyModel, pack
-from verl_like.workers.pretrained import compile_layers, load_pretrained
+from verl_like.workers.engine import activation_offload
+from verl_like.workers.engine.activation_offload import ActivationOffload
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packing import pack
+from verl_like.workers.models.pretrained import compile_layers, load_pretrained
 
 
 @pytest.fixture(scope="module")

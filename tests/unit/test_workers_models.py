@@ -25,11 +25,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from verl_like.workers import linear_log_prob, models
-from verl_like.workers.attention import choose_attention, packed_varlen
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, PolicyModelConfig
-from verl_like.workers.models import PolicyModel, RewardModel, ValueModel, pack
-from verl_like.workers.pretrained import check_sequence_length, load_config, load_pretrained
+from verl_like.workers.models import linear_log_prob
+from verl_like.workers.models.attention import choose_attention, packed_varlen
+from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, pack
+from verl_like.workers.models.pretrained import check_sequence_length, load_hf_config, load_pretrained
 
 FLOAT32 = ForwardFsdpConfig(dtype="float32")
 TINY = {
@@ -49,7 +50,7 @@ def load(auto_class, path, **kwargs):
 
 
 def rows_of(data):
-    return {name: data.batch[name] for name in models.SEQUENCE_COLUMNS}
+    return {name: data.batch[name] for name in SEQUENCE_COLUMNS}
 
 
 def unpadded(rows, row):
@@ -211,13 +212,13 @@ def test_a_response_token_that_is_not_attended_is_refused():
 
 def test_a_path_without_a_model_is_refused_without_asking_the_hub(tmp_path):
     with pytest.raises(ValueError, match=r"critic\.model\.path=.*nothing-here: there is no model"):
-        load_config(ModelConfig(path=str(tmp_path / "nothing-here")), key="critic.model")
+        load_hf_config(ModelConfig(path=str(tmp_path / "nothing-here")), key="critic.model")
 
 
 def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path):
     Qwen3NextConfig(**TINY, layer_types=["full_attention", "linear_attention"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has layers of linear_attention, which packed sequences do not support"):
-        load_config(ModelConfig(path=str(tmp_path)), key="m")
+        load_hf_config(ModelConfig(path=str(tmp_path)), key="m")
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -236,10 +237,10 @@ def test_positions_that_depend_on_the_length_of_a_sequence_are_refused(kind):
 def test_a_model_that_trains_with_dropout_is_refused_with_the_overrides_that_switch_it_off(tmp_path):
     GPT2Config(resid_pdrop=0.0).save_pretrained(tmp_path)  # attn_pdrop, embd_pdrop and a head's dropout are 0.1
     with pytest.raises(ValueError, match=r"set m\.override_config\.\w+_pdrop=0\.0 and m\.override_config\.\w+=0\.0\.$"):
-        load_config(PolicyModelConfig(path=str(tmp_path)), key="m")
+        load_hf_config(PolicyModelConfig(path=str(tmp_path)), key="m")
     off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    load_config(PolicyModelConfig(path=str(tmp_path), override_config=off), key="m")
-    load_config(ModelConfig(path=str(tmp_path)), key="m")  # never trained
+    load_hf_config(PolicyModelConfig(path=str(tmp_path), override_config=off), key="m")
+    load_hf_config(ModelConfig(path=str(tmp_path)), key="m")  # never trained
 
 
 def test_an_override_the_model_does_not_know_is_refused(model_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_like.workers.config import ActorOptimConfig
-from verl_like.workers.optimizer import learning_rate
+from verl_like.workers.engine.optimizer import learning_rate
 
 
 def rates(steps, total_steps=None, **settings):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_like.workers.planning import balance, balanced_rank_order, pack_into_micro_batches, rank_order
+from verl_like.workers.planning.partition import balance, balanced_rank_order, pack_into_micro_batches, rank_order
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 

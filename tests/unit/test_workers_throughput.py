@@ -6,8 +6,8 @@ from tiny_worker_models import local_group, make_batch, policy_config, write_mod
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
-from verl_like.workers.mini_batches import to_rows
-from verl_like.workers.throughput import Stopwatch, peak_flops, speed_metrics
+from verl_like.workers.engine.mini_batches import to_rows
+from verl_like.workers.engine.throughput import Stopwatch, peak_flops, speed_metrics
 
 
 @pytest.fixture(scope="module")

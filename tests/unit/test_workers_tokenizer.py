@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from verl_like.workers.config import TrainedModelConfig
-from verl_like.workers.pretrained import check_tokenizer, load_tokenizer, save_pretrained
+from verl_like.workers.models.pretrained import check_tokenizer, load_tokenizer, save_pretrained
 
 TEXT = "hello world\nhow are you"
 BEGIN, END = "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"

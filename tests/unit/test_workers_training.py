@@ -24,7 +24,7 @@ from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.mini_batches import MiniBatch
+from verl_like.workers.engine.mini_batches import MiniBatch
 from verl_like.workers.reward_model import RewardModelWorker
 
 

@@ -24,7 +24,7 @@ from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.ports import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.planning import pack_into_micro_batches, rank_order
+from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
 
 LAYOUTS = {"sharded": -1, "replicated": 1}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}

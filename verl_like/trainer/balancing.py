@@ -7,8 +7,8 @@ import numpy as np
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
-from verl_like.workers.flops import ModelCost
-from verl_like.workers.planning import balanced_rank_order, rank_order
+from verl_like.workers.planning.flops import ModelCost
+from verl_like.workers.planning.partition import balanced_rank_order, rank_order
 
 
 @dataclass(frozen=True)

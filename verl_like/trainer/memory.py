@@ -16,9 +16,9 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.workers.actor_rollout_ref import log_prob_micro_batching
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
-from verl_like.workers.linear_log_prob import LOGITS_PER_CHUNK
-from verl_like.workers.mini_batches import MicroBatching
-from verl_like.workers.pretrained import decoder_layers, load_config
+from verl_like.workers.engine.mini_batches import MicroBatching
+from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
+from verl_like.workers.models.pretrained import decoder_layers, load_hf_config
 
 GB = 1e9
 OVERHEAD = 3.0 * GB
@@ -47,7 +47,7 @@ class ModelSize:
     @classmethod
     def of(cls, config: ModelConfig, key: str, auto_class: Any) -> "ModelSize":
         """Counts the parameters of a model that is made without memory."""
-        hf_config = load_config(config, key=key)
+        hf_config = load_hf_config(config, key=key)
         if auto_class is not AutoModelForCausalLM:
             hf_config.num_labels = 1
         with torch.device("meta"):

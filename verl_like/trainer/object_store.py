@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_like.protocol.columns import COLUMNS
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.workers.pretrained import load_config
+from verl_like.workers.models.pretrained import load_hf_config
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
@@ -30,7 +30,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     policy = config.actor_rollout_ref.model
     with torch.device("meta"):  # without memory for it
         model = AutoModelForCausalLM.from_config(
-            load_config(policy, key="actor_rollout_ref.model"), trust_remote_code=policy.trust_remote_code
+            load_hf_config(policy, key="actor_rollout_ref.model"), trust_remote_code=policy.trust_remote_code
         )
     dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     return {

@@ -25,8 +25,8 @@ from verl_like.trainer.metrics import ValidationSample, batch_metrics, validatio
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import EXTRA_PREFIX, PendingScores, RuleScorer, reward_columns, total_scores
-from verl_like.workers.flops import ModelCost
-from verl_like.workers.pretrained import load_config
+from verl_like.workers.models.pretrained import load_hf_config
+from verl_like.workers.planning.flops import ModelCost
 
 
 class RayPPOTrainer:
@@ -68,7 +68,7 @@ class RayPPOTrainer:
         )
         self.estimate_advantages = get_adv_estimator_fn(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.model_cost = ModelCost.of(load_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model"))
+        self.model_cost = ModelCost.of(load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model"))
         self.global_step = 0
         self.groups: dict[str, WorkerGroup] = {}
         self.metrics: list[dict[str, Metric]] = []  # of the present step or validation

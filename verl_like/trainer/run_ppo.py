@@ -36,8 +36,13 @@ from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.pretrained import check_sequence_length, check_tokenizer, fetch_weights, load_tokenizer
-from verl_like.workers.pretrained import load_config as load_model_config
+from verl_like.workers.models.pretrained import (
+    check_sequence_length,
+    check_tokenizer,
+    fetch_weights,
+    load_hf_config,
+    load_tokenizer,
+)
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -229,7 +234,7 @@ def check_pools_fit_this_machine(config: PPOConfig) -> None:
 
 def check_models(config: PPOConfig) -> None:
     """Raises ValueError for models that are missing or do not fit the settings, or each other."""
-    policy = load_model_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model").get_text_config()
+    policy = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model").get_text_config()
     needed = config.data.max_prompt_length + config.data.max_response_length
     longest = getattr(policy, "max_position_embeddings", None) or needed
     if needed > longest:
@@ -240,7 +245,7 @@ def check_models(config: PPOConfig) -> None:
         )
     others = {"critic.model": config.critic.model} if config.needs_critic else {}
     others |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
-    configs = {key: load_model_config(model, key=key).get_text_config() for key, model in others.items()}
+    configs = {key: load_hf_config(model, key=key).get_text_config() for key, model in others.items()}
     check_sequence_length(policy, needed, f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}")
     for key, other in configs.items():
         check_sequence_length(other, needed, f"{key}.path={others[key].path}")

@@ -13,8 +13,8 @@ from verl_like.algorithms.policy_loss import ClipRange, get_policy_loss_fn
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
-from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.mini_batches import (
+from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
+from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroBatching,
     MicroMetrics,
@@ -27,10 +27,11 @@ from verl_like.workers.mini_batches import (
     to_rows,
     update,
 )
-from verl_like.workers.models import SEQUENCE_COLUMNS, PolicyModel
-from verl_like.workers.pretrained import load_pretrained
+from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.rollout import FinishedSample, build_rollout_engine
-from verl_like.workers.throughput import Stopwatch
 from verl_like.workers.trained_worker import TrainedWorker
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 

@@ -7,8 +7,8 @@ from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import CriticConfig
-from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.mini_batches import (
+from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
+from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroBatching,
     MicroMetrics,
@@ -20,9 +20,10 @@ from verl_like.workers.mini_batches import (
     to_rows,
     update,
 )
-from verl_like.workers.models import SEQUENCE_COLUMNS, ValueModel
-from verl_like.workers.pretrained import load_pretrained
-from verl_like.workers.throughput import Stopwatch
+from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.models.packed_models import ValueModel
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.trained_worker import TrainedWorker
 
 

@@ -10,10 +10,11 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import RewardModelConfig
-from verl_like.workers.engine import TrainingEngine, init_process_group
-from verl_like.workers.mini_batches import MicroBatching, Rows, forward, to_rows
-from verl_like.workers.models import SEQUENCE_COLUMNS, RewardModel, pack
-from verl_like.workers.pretrained import load_pretrained
+from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
+from verl_like.workers.engine.mini_batches import MicroBatching, Rows, forward, to_rows
+from verl_like.workers.models.packed_models import RewardModel
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, pack
+from verl_like.workers.models.pretrained import load_pretrained
 
 
 class RewardModelWorker(Worker):

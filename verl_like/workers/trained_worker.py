@@ -5,9 +5,9 @@ import torch
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import TrainedModelConfig
-from verl_like.workers.engine import TrainingEngine
-from verl_like.workers.pretrained import save_pretrained
-from verl_like.workers.sequence_parallel import data_parallel_size
+from verl_like.workers.engine.fsdp import TrainingEngine
+from verl_like.workers.engine.sequence_parallel import data_parallel_size
+from verl_like.workers.models.pretrained import save_pretrained
 
 
 class TrainedWorker(Worker):

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.workers.config import RolloutConfig, TrainedModelConfig
-from verl_like.workers.pretrained import load_config, load_tokenizer
+from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
@@ -95,7 +95,7 @@ class RolloutEngine(ABC):
         self.dp_rank = rank // tensor_parallel_size
         self.tp_rank = rank % tensor_parallel_size
         self.is_collect = self.tp_rank == 0
-        self.hf_config = load_config(model, key="actor_rollout_ref.model")
+        self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.eos_token_ids, self.pad_token_id = special_token_ids(model)
         self.policy_version: int | None = None
         """Version of the weights; None until weights were loaded and verified, and while the engine has none."""

@@ -1,84 +1,18 @@
-"""The trained models: a Hugging Face backbone over packed sequences, with a head that reads only the scored tokens."""
+"""The trained models: a Hugging Face backbone over packed sequences, and a head that reads only the scored tokens."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from verl_like.workers.linear_log_prob import linear_log_prob
-from verl_like.workers.sequence_parallel import SequenceShare
+from verl_like.workers.models.linear_log_prob import linear_log_prob
+from verl_like.workers.models.packing import PackedBatch
 
-# Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
-# S sequences, D hidden size.
-
-SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
-"""What `pack` reads."""
+# Legend: N tokens without padding, M scored tokens, S sequences, D hidden size.
 
 _UNSUPPORTED_LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_soft_cap")
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """Rows without their padding, one after the other, and where their response tokens are."""
-
-    input_ids: torch.Tensor
-    """(1, N) int64."""
-    position_ids: torch.Tensor
-    """(1, N) int64."""
-    cu_seqlens: torch.Tensor
-    """(S + 1,) int32, where each sequence starts; the last entry is N."""
-    sequence_lengths: list[int]
-    """The S lengths, on the host."""
-    scored: torch.Tensor
-    """(M,) int64: packed index of the token *before* each response token, whose output predicts it."""
-    labels: torch.Tensor
-    """(M,) int64, the response tokens themselves."""
-    response_mask: torch.Tensor
-    """(B, R) bool, where in the padded rows the M scored tokens lie."""
-    share: SequenceShare | None = None
-    """Under sequence parallelism, which part this is: tokens and scored tokens are then this rank's alone."""
-
-    def unpack(self, scored_values: torch.Tensor) -> torch.Tensor:
-        """(M,) -> (B, R) float32, zero outside the response mask; differentiable; a share's values are gathered."""
-        if self.share is not None:
-            scored_values = self.share.gather(scored_values)
-        padded = torch.zeros(self.response_mask.shape, dtype=torch.float32, device=scored_values.device)
-        return padded.masked_scatter(self.response_mask, scored_values.float())
-
-
-def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
-    """Removes the padding of rows: `input_ids`, `attention_mask`, `position_ids` (B, T), `response_mask` (B, R).
-
-    The last R of a row's T positions are the response.
-
-    Raises:
-        ValueError: a row without any token, or a response token that has no attended token before it.
-    """
-    input_ids = rows["input_ids"]
-    attended_BT, scored_BR = rows["attention_mask"].bool(), rows["response_mask"].bool()
-    lengths = attended_BT.sum(-1)
-    prompt_length = attended_BT.size(1) - scored_BR.size(1)
-    predicts_BR = attended_BT[:, prompt_length - 1 : -1]
-    if not bool((lengths > 0).all()) or not bool((predicts_BR & attended_BT[:, prompt_length:])[scored_BR].all()):
-        raise ValueError(
-            "attention_mask and response_mask do not fit: every row needs a token, and every response token must be "
-            f"attended and follow an attended one; rows have {lengths.tolist()} tokens and "
-            f"{scored_BR.sum(-1).tolist()} response tokens. Prompts are padded on the left, responses on the right."
-        )
-    packed_index_BT = (attended_BT.flatten().cumsum(0) - 1).view_as(attended_BT)
-    return PackedBatch(
-        input_ids=input_ids[attended_BT].unsqueeze(0),
-        position_ids=rows["position_ids"][attended_BT].unsqueeze(0),
-        cu_seqlens=nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-        sequence_lengths=lengths.tolist(),
-        scored=packed_index_BT[:, prompt_length - 1 : -1][scored_BR],
-        labels=input_ids[:, prompt_length:][scored_BR],
-        response_mask=scored_BR,
-    )
 
 
 class PackedModel(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 if TYPE_CHECKING:
-    from verl_like.workers.models import PackedBatch
+    from verl_like.workers.models.packing import PackedBatch
 
 # Legend: N tokens of all packed sequences, n = N / s of them on each of the s ranks of a group; H query heads, G
 # key/value heads, D head size; M scored tokens of the group, m of this rank.

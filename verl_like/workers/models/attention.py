@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from verl_like.workers.sequence_parallel import SequenceParallel
+from verl_like.workers.engine.sequence_parallel import SequenceParallel
 
 # Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size, L one sequence.
 

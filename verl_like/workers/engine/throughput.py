@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 
 from verl_like.protocol import PAD_COLUMN, Metric
-from verl_like.workers.engine import TrainingEngine
-from verl_like.workers.mini_batches import Rows
+from verl_like.workers.engine.fsdp import TrainingEngine
+from verl_like.workers.engine.mini_batches import Rows
 
 _DENSE_BFLOAT16_PEAKS = {
     "B200": 2250e12,

@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from verl_like.workers.attention import choose_attention
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.models.attention import choose_attention
 
 
 def load_pretrained(
@@ -48,9 +48,9 @@ def load_pretrained(
         new_head_seed: seed of the head where `config.path` has none; None means that it must have one.
 
     Raises:
-        ValueError: as `load_config`, or weights that are missing at `config.path`.
+        ValueError: as `load_hf_config`, or weights that are missing at `config.path`.
     """
-    hf_config = load_config(config, key=key)
+    hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
     options = {
@@ -80,7 +80,7 @@ def load_pretrained(
     return model
 
 
-def load_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
+def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     """The model's own configuration with `override_config`; what looks like a path is never looked up on the hub.
 
     Raises:
@@ -213,7 +213,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         # Of some model types transformers reads a tokenizer by a class of its own, whatever the folder names.
-        load_config(config, key="actor_rollout_ref.model").save_pretrained(folder)
+        load_hf_config(config, key="actor_rollout_ref.model").save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for text in texts:
         ids = reference.encode(text, add_special_tokens=False).ids

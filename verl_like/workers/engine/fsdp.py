@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from verl_like.workers.activation_offload import ActivationOffload
 from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
-from verl_like.workers.flops import ModelCost
-from verl_like.workers.models import PackedBatch, PackedModel, pack
-from verl_like.workers.optimizer import build_optimizer, learning_rate
-from verl_like.workers.pretrained import compile_layers, decoder_layers, replace_folder
-from verl_like.workers.sequence_parallel import SequenceParallel
+from verl_like.workers.engine.activation_offload import ActivationOffload
+from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
+from verl_like.workers.engine.sequence_parallel import SequenceParallel
+from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packing import PackedBatch, pack
+from verl_like.workers.models.pretrained import compile_layers, decoder_layers, replace_folder
+from verl_like.workers.planning.flops import ModelCost
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
 """Longest wait of a rank for its peers: they may still be reading a large model."""

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
-from verl_like.workers.engine import TrainingEngine
-from verl_like.workers.planning import pack_into_micro_batches
+from verl_like.workers.engine.fsdp import TrainingEngine
+from verl_like.workers.planning.partition import pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
 
