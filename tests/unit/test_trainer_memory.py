@@ -1,4 +1,4 @@
-"""The sum of a GPU's memory: derived by hand, compared with what autograd keeps, and the table of docs/placement.md."""
+"""The sum of a GPU's memory: derived by hand, compared with what autograd keeps, and the table of docs/memory.md."""
 
 import shlex
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_the_table_of_machines_for_the_7b_script_is_the_sum(deepseek_7b: str):
             rows.append(f"| {' | '.join(cells)} |")
     assert [phase.name for phase in phases] == ["generation", "actor update", "critic update"]
     table = "\n".join(rows)
-    assert table in (ROOT / "docs/placement.md").read_text(), f"docs/placement.md needs this table:\n{table}"
+    assert table in (ROOT / "docs/memory.md").read_text(), f"docs/memory.md needs this table:\n{table}"
 
 
 def test_only_roles_beside_the_rollout_engine_hand_memory_back(deepseek_7b: str):

@@ -252,7 +252,7 @@ def require_memory(config: PPOConfig, device_bytes: float) -> str:
             raise ValueError(
                 f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, lower "
                 "actor_rollout_ref.rollout.gpu_memory_utilization, or set param_offload and optimizer_offload of an "
-                "fsdp_config (docs/placement.md has the sums)."
+                "fsdp_config (docs/memory.md has the sums)."
             )
     largest = {phase.pool: max((p for p in phases if p.pool == phase.pool), key=lambda p: p.total) for phase in phases}
     lines = [f"Memory of a GPU at most, of {device_bytes / GB:.1f} GB (* estimated):"]
