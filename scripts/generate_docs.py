@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from verl_like.protocol.columns import render_columns_table
-from verl_like.trainer.config.reference import render_config_reference
+from verl_like.trainer.config.config_page import render_config_page
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 if __name__ == "__main__":
     (DOCS / "columns.md").write_text(render_columns_table())
-    (DOCS / "config.md").write_text(render_config_reference())
+    (DOCS / "config.md").write_text(render_config_page())

@@ -79,9 +79,15 @@ def policy(
                 "use_dynamic_bsz": True,
                 "ppo_max_token_len_per_gpu": max_tokens,
                 "optim": {"lr": lr},
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.2,
                 "fsdp_config": {"dtype": "bfloat16" if device == "cuda" else "float32", **(fsdp or {})},
             },
-            "ref": {"log_prob_micro_batch_size_per_gpu": 1},
+            "ref": {
+                "log_prob_micro_batch_size_per_gpu": 1,
+                "log_prob_use_dynamic_bsz": True,
+                "log_prob_max_token_len_per_gpu": max_tokens,
+            },
             "rollout": {
                 "prompt_length": 1,
                 "response_length": max_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.serve import serve
 from benchmarks.sides.grpo_gate import Gate
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import check_inputs, train
 from verl_like.trainer.run_recorder import RunRecorder
 
@@ -28,7 +28,7 @@ def start(overrides: list[str]) -> dict[str, Any]:
 
     def body() -> None:
         with contextlib.ExitStack() as cleanup:
-            inputs = check_inputs(load_config(overrides, "ppo_trainer", None), cleanup)
+            inputs = check_inputs(load_ppo_config(overrides, "ppo_trainer", None), cleanup)
             train(inputs, SteppingRecorder(inputs.config))
 
     gate.start(body)

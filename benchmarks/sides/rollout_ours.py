@@ -71,7 +71,13 @@ def start() -> dict[str, Any]:
         parameter.normal_(std=0.08)  # a distribution that is neither flat nor certain, so that greedy has one answer
     model.save_pretrained(folder)
     rollout = RolloutConfig(
-        dtype="float32", n=1, prompt_length=PROMPT_LENGTH, response_length=LONGEST, max_num_seqs=NUM_PROMPTS
+        dtype="float32",
+        n=1,
+        prompt_length=PROMPT_LENGTH,
+        response_length=LONGEST,
+        max_num_seqs=NUM_PROMPTS,
+        log_prob_use_dynamic_bsz=False,
+        log_prob_max_token_len_per_gpu=1,  # the actor reads these two
     )
     engine = ForcedLengths(rollout, TrainedModelConfig(path=str(folder)), rank=0, world_size=1, seed=0, device="cpu")
     named = model.named_parameters()

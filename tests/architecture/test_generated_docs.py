@@ -3,7 +3,7 @@
 from source_tree import ROOT
 
 from verl_like.protocol.columns import render_columns_table
-from verl_like.trainer.config.reference import render_config_reference
+from verl_like.trainer.config.config_page import render_config_page
 
 
 def test_the_columns_page_is_fresh():
@@ -11,4 +11,4 @@ def test_the_columns_page_is_fresh():
 
 
 def test_the_configuration_page_is_fresh():
-    assert (ROOT / "docs/config.md").read_text() == render_config_reference(), "run: make docs"
+    assert (ROOT / "docs/config.md").read_text() == render_config_page(), "run: make docs"

@@ -13,7 +13,7 @@ from runs import data_row, tiny_run_settings
 from transformers import LlamaConfig
 
 from verl_like.trainer import tracking
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import check_inputs, run_ppo
 
 Refusal = Callable[..., str]
@@ -25,7 +25,7 @@ def refusal(tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[
     settings = tiny_run_settings(tmp_path, tiny_llama)
 
     def run(*overrides: str) -> str:
-        assert run_ppo(load_config([*settings, *overrides])) == 2
+        assert run_ppo(load_ppo_config([*settings, *overrides])) == 2
         assert not ray.is_initialized()
         assert not (tmp_path / "runs").exists()
         return capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_a_data_source_without_a_reward_is_a_warning_where_the_run_skips_its_row
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *two_data_sources(tmp_path), "reward.on_error=skip"]
     with contextlib.ExitStack() as cleanup:
-        assert check_inputs(load_config(settings), cleanup).scorer is not None
+        assert check_inputs(load_ppo_config(settings), cleanup).scorer is not None
     (warning,) = [record.getMessage() for record in caplog.records if "check of the reward" in record.getMessage()]
     assert "failed for 1 of 2" in warning and "unheard/of" in warning and "reward.on_error=skip" in warning
 

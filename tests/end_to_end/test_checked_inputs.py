@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms import advantages, policy_loss
 from verl_like.trainer import run_ppo
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import check_inputs, check_pools_fit_this_machine
 from verl_like.workers.config import TrainedModelConfig
 from verl_like.workers.models.pretrained import load_tokenizer
@@ -50,7 +50,7 @@ def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
         "algorithm.adv_estimator=own_estimator",
         "actor_rollout_ref.actor.policy_loss.loss_mode=own_loss",
     ]
-    config = load_config([*tiny_run_settings(tmp_path, tiny_llama), *own])
+    config = load_ppo_config([*tiny_run_settings(tmp_path, tiny_llama), *own])
     with contextlib.ExitStack() as cleanup:
         inputs = check_inputs(config, cleanup)
     assert inputs.role_worker_mapping["actor"].cls.__name__ == "OwnActor"
@@ -66,7 +66,7 @@ def test_a_tokenizer_that_reads_the_prompts_otherwise_than_its_file_is_refused(
         return tokenizer
 
     monkeypatch.setattr(run_ppo, "load_tokenizer", rebuilt)
-    config = load_config(tiny_run_settings(tmp_path, tiny_llama))
+    config = load_ppo_config(tiny_run_settings(tmp_path, tiny_llama))
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=r"tokenizer.json: '0\+1=' becomes"):
         check_inputs(config, cleanup)
 
@@ -86,22 +86,22 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
     settings = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null"]
     settings += [f"data.train_files={rows}", f"data.val_files={rows}"]
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses"):
-        check_inputs(load_config(settings), cleanup)
+        check_inputs(load_ppo_config(settings), cleanup)
     # The training rows of the tiny run have rules; beside them, those of the validation would count 0 unnoticed.
     mixed = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null", f"data.val_files={rows}"]
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses to 8 of 16"):
-        check_inputs(load_config(mixed), cleanup)
+        check_inputs(load_ppo_config(mixed), cleanup)
     judge, _ = tiny_llama()
-    config = load_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
+    config = load_ppo_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(config, cleanup).scorer is None
     teacher = "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=global_pool"
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     with contextlib.ExitStack() as cleanup:
-        assert check_inputs(load_config([*settings, *teacher]), cleanup).scorer is None
+        assert check_inputs(load_ppo_config([*settings, *teacher]), cleanup).scorer is None
 
 
 @pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])
 def test_the_cpu_preset_fits_a_machine_with_two_cores(placement: list[str]):
     required = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=a", "device=cpu"]
-    check_pools_fit_this_machine(load_config([*required, *placement]))
+    check_pools_fit_this_machine(load_ppo_config([*required, *placement]))

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import run_ppo
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
@@ -36,7 +36,7 @@ def run_locally(
     """Some steps in this process; what is in `folder` then is as after any run."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
-    config = run_ppo.with_training_steps(load_config(settings), steps)
+    config = run_ppo.with_training_steps(load_ppo_config(settings), steps)
     tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     own_classes = {role: run_ppo.import_worker_class(role, path) for role, path in config.worker_classes.items()}

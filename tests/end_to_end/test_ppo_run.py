@@ -14,7 +14,7 @@ from runs import SPLIT, metrics_of, tiny_run_settings
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from waiting_rollout import SCORED
 
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import run_ppo
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def assert_vllm_generates(model: Path) -> None:
 @pytest.mark.vllm
 def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_path: Path, tiny_llama: Callable):
     settings = tiny_run_settings(tmp_path, tiny_llama, engine="vllm")
-    assert run_ppo(load_config([*settings, *SPLIT, "algorithm.use_kl_in_reward=true"])) == 0
+    assert run_ppo(load_ppo_config([*settings, *SPLIT, "algorithm.use_kl_in_reward=true"])) == 0
     run = tmp_path / "runs/latest"
     validation, *steps = metrics_of(tmp_path)
     assert validation["step"] == 0 and "val-core/exact_match/acc/mean@1" in validation
@@ -99,7 +99,9 @@ def test_colocated_and_split_runs_give_equal_results(
         # The hf engine takes one prompt at a time.
         settings += [*tiny_run_settings(folder, tiny_llama), "actor_rollout_ref.rollout.max_num_seqs=2"]
         (folder / "reward.py").write_text(TELLING_REWARD)
-        assert run_ppo(load_config([*settings, "data.max_response_length=48", "trainer.val_before_train=false"])) == 0
+        assert (
+            run_ppo(load_ppo_config([*settings, "data.max_response_length=48", "trainer.val_before_train=false"])) == 0
+        )
         runs[name] = metrics_of(folder)
         assert all(0 < row["perf/overlap"] <= 1 for row in runs[name])
     results = [[[row[key] for key in names] for row in rows] for rows in runs.values()]
@@ -123,7 +125,7 @@ def test_grpo_runs_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, 
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=1",
     ]
-    assert run_ppo(load_config([*settings, *grpo])) == 0
+    assert run_ppo(load_ppo_config([*settings, *grpo])) == 0
     row = metrics_of(tmp_path)[-1]
     assert "actor/kl_loss" in row and not [name for name in row if name.startswith("critic/vf")]
     assert sorted(p.name for p in (tmp_path / "runs/latest/global_step_1").iterdir()) == ["actor"]
@@ -150,7 +152,7 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
         "trainer.total_training_steps=1", "trainer.val_before_train=false",
     ]  # fmt: skip
     (tmp_path / "reward.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
-    assert run_ppo(load_config([*settings, *roles])) == 0
+    assert run_ppo(load_ppo_config([*settings, *roles])) == 0
     events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
     assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "teacher")}
     assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}

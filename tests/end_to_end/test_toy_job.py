@@ -10,7 +10,7 @@ import torch
 from runs import metrics_of
 from safetensors.torch import load_file
 
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import run_ppo
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def train(folder: Path, seed: int, steps: int, *settings: str) -> list[dict]:
         f"trainer.default_local_dir={folder}/runs",
     ]
     length = [f"trainer.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
-    assert run_ppo(load_config([*paths, *length, *settings], "toy", str(EXAMPLE / "config"))) == 0
+    assert run_ppo(load_ppo_config([*paths, *length, *settings], "toy", str(EXAMPLE / "config"))) == 0
     return metrics_of(folder)
 
 

@@ -93,7 +93,8 @@ def ray_cluster() -> Iterator[None]:
 
 def rollout_settings(**settings: Any) -> dict[str, Any]:
     shape = {"prompt_length": WIDTH, "response_length": LENGTH, "max_num_seqs": 64}
-    return {"dtype": "float32", "n": 4, **shape, **settings}
+    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}  # the actor reads them
+    return {"dtype": "float32", "n": 4, **shape, **log_probs, **settings}
 
 
 def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any) -> list[Any]:

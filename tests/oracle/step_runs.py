@@ -36,7 +36,7 @@ from verl_like.single_controller.ray.worker_group import (
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import run_ppo
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import leaves
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
@@ -239,7 +239,7 @@ def train(settings: Settings, start: StartGroups, steps: int) -> Trained:
     """What the trainer's own steps do under a configuration."""
     with contextlib.ExitStack() as cleanup:
         overrides = [f"{key}={as_override(value)}" for key, value in settings.items()]
-        inputs = run_ppo.check_inputs(load_config(["device=cpu", *overrides]), cleanup)
+        inputs = run_ppo.check_inputs(load_ppo_config(["device=cpu", *overrides]), cleanup)
         recorder = RunRecorder(inputs.config)
         cleanup.callback(recorder.timeline_file.close)
         trainer = StepTrainer(
@@ -270,5 +270,5 @@ def as_override(value: object) -> str:
 
 def defaults() -> Settings:
     """Of every key; None where it has none or another key decides."""
-    fields = {key: model.model_fields[name] for key, model, name in leaves()}
+    fields = {key: model.model_fields[name] for key, model, name in leaves(PPOConfig)}
     return {key: None if field.is_required() else field.default for key, field in fields.items()}

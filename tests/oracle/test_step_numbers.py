@@ -13,7 +13,7 @@ import step_table
 import step_world
 from step_table import DEFAULT, LAYOUT, ON_TWO_RANKS, PRECISION, REACHES_A_FORMULA, REACHES_NO_FORMULA, RUNS
 
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import leaves
 
 Expected = Callable[[str], step_reference.Trained]
@@ -52,11 +52,11 @@ def test_a_run_would_compute_something_else_without_the_key(key: str, world_fold
 
 def test_every_key_has_its_place_in_the_table():
     places = [*REACHES_A_FORMULA, *LAYOUT, *(key for keys in REACHES_NO_FORMULA.values() for key in keys)]
-    assert sorted(places) == sorted(key for key, _, _ in leaves())
+    assert sorted(places) == sorted(key for key, _, _ in leaves(PPOConfig))
 
 
 def test_the_runs_use_every_layout():
-    plain = load_config(["device=cpu", *(f"{key}=x" for key in ("data.train_files", "data.val_files", MODEL_PATH))])
+    plain = load_ppo_config(["device=cpu", *(f"{key}=x" for key in ("data.train_files", "data.val_files", MODEL_PATH))])
     given = [run.items() for run in (step_table.COMMON, *RUNS.values(), *ON_TWO_RANKS.values())]
     for key in LAYOUT:
         value = attrgetter(key)(plain)

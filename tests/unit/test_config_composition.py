@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.trainer.config import ConfigError, load_config, to_yaml
+from verl_like.trainer.config import ConfigError, load_ppo_config, to_yaml
 
 REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
 
 
 def refusal(*overrides: str, **source: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load_config([*REQUIRED, *overrides], **source)
+        load_ppo_config([*REQUIRED, *overrides], **source)
     return str(error.value)
 
 
 def test_the_split_placement_script_of_verl_is_accepted():
-    config = load_config(
+    config = load_ppo_config(
         [
             "algorithm.adv_estimator=gae",
             "algorithm.use_kl_in_reward=False",
@@ -67,7 +67,7 @@ def test_the_split_placement_script_of_verl_is_accepted():
 
 
 def test_keys_follow_the_keys_they_belong_to():
-    config = load_config(
+    config = load_ppo_config(
         [
             *REQUIRED,
             "data.max_prompt_length=100",
@@ -100,7 +100,9 @@ def test_keys_follow_the_keys_they_belong_to():
 
 
 def test_a_following_key_can_be_set_itself():
-    config = load_config([*REQUIRED, "actor_rollout_ref.actor.clip_ratio_high=0.28", "critic.ppo_mini_batch_size=128"])
+    config = load_ppo_config(
+        [*REQUIRED, "actor_rollout_ref.actor.clip_ratio_high=0.28", "critic.ppo_mini_batch_size=128"]
+    )
     assert (config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_high) == (
         0.2,
         0.28,
@@ -151,7 +153,7 @@ def test_every_unknown_key_is_named_at_once():
         ("data.train_batch_size=0", "data.train_batch_size=0: expected greater than 0"),
         ("data.train_files=null", "data.train_files=null: expected a valid list"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (no limit, or never) or a positive number"),
-        ("trainer=3", "trainer=3: expected keys, such as trainer.device"),
+        ("trainer=3", "trainer=3: expected keys, such as trainer.project_name"),
         ("critic.optim.lr=nan", "critic.optim.lr=NaN: expected a finite number"),
         ("resource_pool_spec.global_pool=[2,0]", "resource_pool_spec.global_pool.1=0: expected greater than 0"),
         (
@@ -167,7 +169,7 @@ def test_a_wrong_value_is_named_with_its_key_and_what_was_expected(override: str
 
 def test_keys_without_a_default_are_named_together():
     with pytest.raises(ConfigError) as error:
-        load_config([])
+        load_ppo_config([])
     named = [line.partition(":")[0] for line in str(error.value).splitlines()]
     assert named == ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]
 
@@ -187,12 +189,12 @@ def test_an_interpolation_to_nowhere_is_refused():
 
 
 def test_one_file_and_several_files_are_both_lists():
-    assert load_config(REQUIRED).data.train_files == ("train.parquet",)
-    assert load_config([*REQUIRED, "data.train_files=[a,'~/b']"]).data.train_files == ("a", "~/b")
+    assert load_ppo_config(REQUIRED).data.train_files == ("train.parquet",)
+    assert load_ppo_config([*REQUIRED, "data.train_files=[a,'~/b']"]).data.train_files == ("a", "~/b")
 
 
 def test_the_device_preset_switches_every_data_type():
-    cpu, cuda = load_config([*REQUIRED, "device=cpu"]), load_config([*REQUIRED, "device=cuda"])
+    cpu, cuda = load_ppo_config([*REQUIRED, "device=cpu"]), load_ppo_config([*REQUIRED, "device=cuda"])
     for config, dtype in ((cpu, "float32"), (cuda, "bfloat16")):
         policy = config.actor_rollout_ref
         used = [
@@ -207,19 +209,19 @@ def test_the_device_preset_switches_every_data_type():
 
 
 def test_short_data_type_names_mean_the_long_ones():
-    config = load_config([*REQUIRED, "critic.model.fsdp_config.dtype=fp32", "actor_rollout_ref.rollout.dtype=bf16"])
+    config = load_ppo_config([*REQUIRED, "critic.model.fsdp_config.dtype=fp32", "actor_rollout_ref.rollout.dtype=bf16"])
     assert (config.critic.model.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype) == ("float32", "bfloat16")
 
 
 def test_the_resolved_configuration_reads_back_from_its_yaml(tmp_path: Path):
-    config = load_config([*REQUIRED, "placement=split", "trainer.nnodes=2", "trainer.experiment_name=001"])
+    config = load_ppo_config([*REQUIRED, "placement=split", "trainer.nnodes=2", "trainer.experiment_name=001"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load_config([], "config", str(tmp_path)) == config
-    assert load_config(["trainer.seed=7"], "config", str(tmp_path)).trainer.seed == 7
+    assert load_ppo_config([], "config", str(tmp_path)) == config
+    assert load_ppo_config(["trainer.seed=7"], "config", str(tmp_path)).trainer.seed == 7
 
 
 def test_the_configuration_cannot_be_changed():
-    config = load_config(REQUIRED)
+    config = load_ppo_config(REQUIRED)
     with pytest.raises(ValueError, match="frozen"):
         config.trainer.seed = 1
 
@@ -236,10 +238,10 @@ actor_rollout_ref: {model: {path: my/model}}
 
 def test_a_users_yaml_starts_from_ours_and_overrides_win(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(USER_YAML)
-    config = load_config(["trainer.nnodes=2"], "mine", str(tmp_path))
+    config = load_ppo_config(["trainer.nnodes=2"], "mine", str(tmp_path))
     assert config.data.train_batch_size == 512
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": (8,), "critic_pool": (8,)}
-    colocated = load_config(["placement=colocated", "data.train_batch_size=256"], "mine", str(tmp_path))
+    colocated = load_ppo_config(["placement=colocated", "data.train_batch_size=256"], "mine", str(tmp_path))
     assert colocated.resource_pool_spec == {"global_pool": (8,)}
     assert colocated.data.train_batch_size == 256
 
@@ -250,7 +252,7 @@ def test_a_users_yaml_may_describe_the_placement_in_full(tmp_path: Path):
         + "resource_pool_spec: {a: [8, 4], b: [2]}\nrole_mapping: {actor: a, rollout: a, critic: b}\n"
         + "critic: {ppo_micro_batch_size_per_gpu: 4}\ntrainer: {device: cpu}\n"
     )
-    config = load_config(
+    config = load_ppo_config(
         ["data.train_batch_size=384", "actor_rollout_ref.actor.ppo_mini_batch_size=96"], "mine", str(tmp_path)
     )
     assert config.resource_pool_spec == {"a": (8, 4), "b": (2,)}
@@ -296,15 +298,15 @@ def test_the_entry_point_prints_the_resolved_configuration(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(USER_YAML)
     result = run_main("--config-dir", str(tmp_path), "--config-name", "mine.yaml", "trainer.seed=3", "--print-config")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == to_yaml(load_config(["trainer.seed=3"], "mine", str(tmp_path)))
+    assert result.stdout == to_yaml(load_ppo_config(["trainer.seed=3"], "mine", str(tmp_path)))
 
 
 def test_a_configuration_is_refused_before_torch_ray_or_vllm_are_imported():
     program = (
         "import json, sys\n"
-        "from verl_like.trainer.main_ppo import config_from_command_line\n"
+        "from verl_like.trainer.main_ppo import PPOConfig, broken_rules, config_from_command_line\n"
         "try:\n"
-        "    config_from_command_line(['trainer.save_frq=5'])\n"
+        "    config_from_command_line(PPOConfig, broken_rules, ['trainer.save_frq=5'])\n"
         "except SystemExit as end:\n"
         "    heavy = [m for m in ('torch', 'ray', 'vllm') if m in sys.modules]\n"
         "    print(json.dumps([end.code, heavy]))\n"

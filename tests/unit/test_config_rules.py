@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from verl_like.trainer.config import ConfigError, PPOConfig, load_config
+from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config
 from verl_like.trainer.config.rules import BUILT_IN_ESTIMATORS
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ OWN_ESTIMATOR = ["algorithm.adv_estimator=my_own", "worker_classes.actor=my_pack
 
 
 def small(*overrides: str) -> PPOConfig:
-    return load_config([*REQUIRED, *SMALL, *overrides])
+    return load_ppo_config([*REQUIRED, *SMALL, *overrides])
 
 
 def refusal(*overrides: str) -> str:
@@ -323,7 +323,7 @@ def test_all_broken_rules_are_named_at_once():
 
 def test_a_misspelt_estimator_is_named_before_the_pools_it_would_leave_empty():
     with pytest.raises(ConfigError, match=r"adv_estimator=gro is not built in.*did you mean grpo") as caught:
-        load_config([*REQUIRED, "algorithm.adv_estimator=gro", "placement=split"])
+        load_ppo_config([*REQUIRED, "algorithm.adv_estimator=gro", "placement=split"])
     assert "critic_pool" not in str(caught.value)
 
 
@@ -334,4 +334,4 @@ def test_the_built_in_estimators_are_those_of_the_registry():
 
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_the_toy_job_runs_in_every_placement(placement: str):
-    load_config([f"placement={placement}"], "toy", str(ROOT / "examples/split_placement/config"))
+    load_ppo_config([f"placement={placement}"], "toy", str(ROOT / "examples/split_placement/config"))

@@ -50,9 +50,9 @@ def make_engine(
     model: tuple[str, LlamaForCausalLM], *, load: bool = True, rank: int = 0, **settings: Any
 ) -> RolloutEngine:
     path, trained = model
-    config = RolloutConfig(
-        **{"name": "hf", "prompt_length": WIDTH, "response_length": 20, "dtype": "float32", "n": 3, **settings}
-    )
+    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}  # the actor reads them
+    shape = {"prompt_length": WIDTH, "response_length": 20}
+    config = RolloutConfig(**{"name": "hf", "dtype": "float32", "n": 3, **shape, **log_probs, **settings})
     engine = build_rollout_engine(config, TrainedModelConfig(path=path), rank=rank, world_size=2, seed=5, device="cpu")
     if load:
         engine.load_weights([export(trained, version=7)], 7)

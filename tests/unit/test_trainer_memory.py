@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from verl_like.trainer.config import PPOConfig, load_config
+from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
 from verl_like.trainer.run_ppo import build_role_worker_mapping
 from verl_like.workers.config import PolicyModelConfig
@@ -42,7 +42,7 @@ def script_config(model: str, *changes: str) -> PPOConfig:
     """What examples/split_placement/run_deepseek7b_llm.sh runs on GPUs."""
     command = (ROOT / "examples/split_placement/run_deepseek7b_llm.sh").read_text().split("verl_like.trainer.main_ppo ")
     words = shlex.split(command[-1].replace("\\\n", " ").replace("$MODEL_PATH", model).replace("$@", ""))
-    return load_config([*filter(None, words), *changes])
+    return load_ppo_config([*filter(None, words), *changes])
 
 
 def phase(config: PPOConfig, name: str, device_bytes: float = 85e9) -> dict[str, float]:

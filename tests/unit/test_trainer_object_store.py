@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from verl_like.trainer import object_store
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.workers.config import ModelConfig
 from verl_like.workers.models.pretrained import fetch_weights
@@ -58,7 +58,7 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
 )
 def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, settings, floats):
     path, model = tiny_llama()
-    config = load_config(
+    config = load_ppo_config(
         [
             "device=cpu", "data.train_files=a", "data.val_files=a", f"actor_rollout_ref.model.path={path}",
             "data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=6",

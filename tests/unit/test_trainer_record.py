@@ -9,7 +9,7 @@ import pytest
 
 from verl_like.single_controller.call import CallEvent
 from verl_like.trainer import tracking
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
@@ -181,7 +181,7 @@ def test_a_run_in_which_every_step_validates_shows_those():
 
 def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(tmp_path):
     required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
-    recorder = RunRecorder(load_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]))
+    recorder = RunRecorder(load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]))
     recorder.console.show_step = lambda *_: None  # printing would take most of the time
     kept = {}
     for step in range(1, 5001):

@@ -7,7 +7,7 @@ from pathlib import Path
 from verl_like.rewards.manager import RewardSample
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer import run_ppo
-from verl_like.trainer.config import load_config
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
@@ -17,7 +17,7 @@ NEEDED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.pat
 
 
 def config_of(*settings: str) -> PPOConfig:
-    return load_config([*NEEDED, *settings])
+    return load_ppo_config([*NEEDED, *settings])
 
 
 class Judge(Worker):

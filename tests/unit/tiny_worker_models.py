@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -17,6 +18,8 @@ from transformers import (
 from verl_like.protocol import DataProto
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer.config import PPOConfig
+from verl_like.trainer.config.compose import default_tree
 from verl_like.workers.config import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
 from verl_like.workers.trained_worker import TrainedWorker
 
@@ -78,6 +81,12 @@ def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
     )
 
 
+def with_defaults(section: str, settings: dict[str, Any]) -> Any:
+    """The settings of a section over the defaults of a PPO run, which follow them."""
+    tree = OmegaConf.merge(default_tree(PPOConfig), {section: settings})
+    return OmegaConf.to_container(tree[section], resolve=True)
+
+
 def policy_config(
     path: str,
     *,
@@ -93,25 +102,28 @@ def policy_config(
     by_tokens = {"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": budget} if budget else {}
     actor = ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} if budget else {}) | actor
     return ActorRolloutRefConfig.model_validate(
-        {
-            "model": {"path": path},
-            "actor": {
-                "ppo_mini_batch_size": prompts,
-                "ppo_micro_batch_size_per_gpu": micro,
-                "optim": {"lr": 1e-2},
-                "grad_clip": 1e6,
-                **actor,
-                "fsdp_config": fsdp_config,
+        with_defaults(
+            "actor_rollout_ref",
+            {
+                "model": {"path": path},
+                "actor": {
+                    "ppo_mini_batch_size": prompts,
+                    "ppo_micro_batch_size_per_gpu": micro,
+                    "optim": {"lr": 1e-2},
+                    "grad_clip": 1e6,
+                    **actor,
+                    "fsdp_config": fsdp_config,
+                },
+                "ref": {"log_prob_micro_batch_size_per_gpu": micro, "fsdp_config": {"dtype": "float32"}, **by_tokens},
+                "rollout": {
+                    "prompt_length": PROMPT,
+                    "response_length": RESPONSE,
+                    "temperature": 0.7,
+                    "log_prob_micro_batch_size_per_gpu": micro,
+                    **by_tokens,
+                },
             },
-            "ref": {"log_prob_micro_batch_size_per_gpu": micro, "fsdp_config": {"dtype": "float32"}, **by_tokens},
-            "rollout": {
-                "prompt_length": PROMPT,
-                "response_length": RESPONSE,
-                "temperature": 0.7,
-                "log_prob_micro_batch_size_per_gpu": micro,
-                **by_tokens,
-            },
-        }
+        )
     )
 
 
@@ -124,22 +136,27 @@ def local_group(worker_class: type, config: Any, **arguments: Any) -> LocalWorke
 
 def critic_config(path: str, *, prompts: int = 8, micro: int = 8, **critic: Any) -> CriticConfig:
     return CriticConfig.model_validate(
-        {
-            "model": {"path": path, "fsdp_config": {"dtype": "float32"}},
-            "optim": {"lr": 1e-2},
-            "ppo_mini_batch_size": prompts,
-            "ppo_micro_batch_size_per_gpu": micro,
-            "ppo_epochs": 1,
-            "loss_agg_mode": "token-mean",
-            "grad_clip": 1e6,
-            **critic,
-        }
+        with_defaults(
+            "critic",
+            {
+                "model": {"path": path, "fsdp_config": {"dtype": "float32"}},
+                "optim": {"lr": 1e-2},
+                "ppo_mini_batch_size": prompts,
+                "ppo_micro_batch_size_per_gpu": micro,
+                "ppo_epochs": 1,
+                "loss_agg_mode": "token-mean",
+                "grad_clip": 1e6,
+                **critic,
+            },
+        )
     )
 
 
 def reward_config(path: str, **settings: Any) -> RewardModelConfig:
     return RewardModelConfig.model_validate(
-        {"enable": True, "model": {"path": path, "fsdp_config": {"dtype": "float32"}}, **settings}
+        with_defaults(
+            "reward_model", {"enable": True, "model": {"path": path, "fsdp_config": {"dtype": "float32"}}, **settings}
+        )
     )
 
 

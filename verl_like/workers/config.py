@@ -1,15 +1,14 @@
 """Settings that workers read: models, optimizers, FSDP, actor, reference, rollout, critic, reward model.
 
-Every default of these keys is written here and nowhere else. The text under a field is its documentation: it says what
+Every default of these keys is written here and nowhere else: a value, or with `Follows` the key whose value it takes.
+A field with neither must come from the user (a model path). The text under a field is its documentation: it says what
 the key means, its unit and its allowed values, and it becomes docs/config.md. This module imports neither torch, ray
 nor vllm, so a configuration is checked before any of them is loaded.
-
-A field without a default either must come from the user (a model path) or follows another key of the tree; which key is
-written in verl_like/trainer/config/ppo_trainer.yaml.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,7 +16,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -46,6 +44,13 @@ class ConfigModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True)
+class Follows:
+    """In the annotation of a field: its default follows other keys, e.g. `Follows("${data.max_prompt_length}")`."""
+
+    keys: str
 
 
 class ModelConfig(ConfigModel):
@@ -216,10 +221,10 @@ class ActorConfig(ConfigModel):
     of them. It divides the pool's size. The reference policy follows."""
     clip_ratio: NonNegativeFloat = 0.2
     """Clip range of the probability ratio: [1 - clip_ratio, 1 + clip_ratio]."""
-    clip_ratio_low: NonNegativeFloat = Field(default=None, validate_default=True)
-    """Lower clip range, 1 - clip_ratio_low; null means clip_ratio."""
-    clip_ratio_high: NonNegativeFloat = Field(default=None, validate_default=True)
-    """Upper clip range, 1 + clip_ratio_high; null means clip_ratio."""
+    clip_ratio_low: Annotated[NonNegativeFloat, Follows("${actor_rollout_ref.actor.clip_ratio}")]
+    """Lower clip range, 1 - clip_ratio_low."""
+    clip_ratio_high: Annotated[NonNegativeFloat, Follows("${actor_rollout_ref.actor.clip_ratio}")]
+    """Upper clip range, 1 + clip_ratio_high."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual-clip PPO: bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
@@ -243,11 +248,6 @@ class ActorConfig(ConfigModel):
     optim: ActorOptimConfig = ActorOptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
 
-    @field_validator("clip_ratio_low", "clip_ratio_high", mode="before")
-    @classmethod
-    def clip_bounds_follow_clip_ratio(cls, value: object, info: ValidationInfo) -> object:
-        return info.data.get("clip_ratio", 0.0) if value is None else value
-
     @model_validator(mode="after")
     def clip_ratio_is_not_overruled(self) -> ActorConfig:
         default = type(self).model_fields["clip_ratio"].default
@@ -262,11 +262,15 @@ class ActorConfig(ConfigModel):
 class RefConfig(ConfigModel):
     """The frozen reference policy."""
 
-    log_prob_micro_batch_size_per_gpu: PositiveInt
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}")
+    ]
     """Responses per forward pass on one rank when reference log-probabilities are computed."""
-    log_prob_use_dynamic_bsz: bool = False
+    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
     """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
-    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    log_prob_max_token_len_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    ]
     """Most tokens, without padding, of such a pass on one rank."""
     fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
@@ -300,9 +304,9 @@ class RolloutConfig(ConfigModel):
 
     name: Literal["vllm", "hf"] = "vllm"
     """Engine: vllm, or hf (transformers; small and slow, for debugging)."""
-    prompt_length: PositiveInt
+    prompt_length: Annotated[PositiveInt, Follows("${data.max_prompt_length}")]
     """Padded prompt length in tokens."""
-    response_length: PositiveInt
+    response_length: Annotated[PositiveInt, Follows("${data.max_response_length}")]
     """Longest response in tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature; log-probabilities everywhere are taken at the same temperature."""
@@ -332,9 +336,11 @@ class RolloutConfig(ConfigModel):
     A100: 256), and 256 on a CPU and for the hf engine."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank when the actor recomputes log-probabilities."""
-    log_prob_use_dynamic_bsz: bool = False
+    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
     """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
-    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    log_prob_max_token_len_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    ]
     """Most tokens, without padding, of such a pass on one rank."""
     val_kwargs: SamplingConfig = SamplingConfig()
 
@@ -343,7 +349,7 @@ class ActorRolloutRefConfig(ConfigModel):
     """The policy in its three roles: actor, rollout, ref."""
 
     model: PolicyModelConfig
-    actor: ActorConfig = ActorConfig()
+    actor: ActorConfig
     ref: RefConfig
     rollout: RolloutConfig
 
@@ -351,6 +357,8 @@ class ActorRolloutRefConfig(ConfigModel):
 class CriticModelConfig(TrainedModelConfig):
     """The critic's pretrained model; a scalar value head replaces its language-model head."""
 
+    path: Annotated[str, Follows("${actor_rollout_ref.model.path}")]
+    """Folder or hub name of the pretrained model."""
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
 
 
@@ -361,35 +369,30 @@ class CriticConfig(ConfigModel):
     """Train a critic; null means only where the advantage estimator needs values (gae)."""
     model: CriticModelConfig
     optim: CriticOptimConfig = CriticOptimConfig()
-    ppo_mini_batch_size: PositiveInt
+    ppo_mini_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
-    forward_micro_batch_size_per_gpu: PositiveInt = Field(default=None, validate_default=True)
-    """Responses per forward pass on one rank when values are computed; null means ppo_micro_batch_size_per_gpu."""
-    use_dynamic_bsz: bool = False
+    forward_micro_batch_size_per_gpu: Annotated[PositiveInt, Follows("${critic.ppo_micro_batch_size_per_gpu}")]
+    """Responses per forward pass on one rank when values are computed."""
+    use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
     """Fill micro-batches by tokens, up to the two limits below, instead of by responses."""
     ppo_max_token_len_per_gpu: PositiveInt = 32768
     """Most tokens, without padding, of a forward and backward pass on one rank, with use_dynamic_bsz."""
-    forward_max_token_len_per_gpu: PositiveInt = 32768
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, Follows("${critic.ppo_max_token_len_per_gpu}")]
     """Most tokens of a forward pass on one rank when values are computed, with use_dynamic_bsz."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one; a token limit counts for each
     of them. It divides the pool's size."""
-    ppo_epochs: PositiveInt
+    ppo_epochs: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_epochs}")]
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     cliprange_value: Annotated[float, Field(gt=0)] = 0.5
     """Clip range of the new value around the old one in the value loss."""
-    loss_agg_mode: LossAggMode
+    loss_agg_mode: Annotated[LossAggMode, Follows("${actor_rollout_ref.actor.loss_agg_mode}")]
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
     seq-mean-token-sum-norm (divided by the padded response length)."""
-
-    @field_validator("forward_micro_batch_size_per_gpu", mode="before")
-    @classmethod
-    def forward_micro_batch_follows_the_update(cls, value: object, info: ValidationInfo) -> object:
-        return info.data.get("ppo_micro_batch_size_per_gpu", 1) if value is None else value
 
 
 class RewardModelModelConfig(ModelConfig):
@@ -409,7 +412,7 @@ class RewardModelConfig(ConfigModel):
     model: RewardModelModelConfig = RewardModelModelConfig()
     micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank."""
-    use_dynamic_bsz: bool = False
+    use_dynamic_bsz: Annotated[bool, Follows("${critic.use_dynamic_bsz}")]
     """Fill those passes by tokens, up to forward_max_token_len_per_gpu, instead of by responses."""
-    forward_max_token_len_per_gpu: PositiveInt = 32768
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, Follows("${critic.forward_max_token_len_per_gpu}")]
     """Most tokens, without padding, of such a pass on one rank."""

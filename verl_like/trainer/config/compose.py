@@ -1,14 +1,14 @@
-"""From presets, YAML files and command-line overrides to one checked `PPOConfig`.
+"""From presets, YAML files and command-line overrides to one checked configuration of any schema.
 
-Hydra composes and OmegaConf resolves; the models in schema.py then decide which keys and values exist, so that a key
+Hydra composes and OmegaConf resolves; the models of the schema then decide which keys and values exist, so that a key
 that does nothing is refused however it was written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML).
 """
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -21,62 +21,70 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from verl_like.trainer.config.presets import ConfigError, register_pool_resolvers
-from verl_like.trainer.config.rules import broken_rules
-from verl_like.trainer.config.schema import PPOConfig
-from verl_like.workers.config import ConfigModel
+from verl_like.trainer.config.errors import ConfigError
+from verl_like.trainer.config.presets import register_pool_resolvers
+from verl_like.trainer.config.run_config import RunConfig
+from verl_like.workers.config import ConfigModel, Follows
 
-BASE = "ppo_trainer"
-PRESETS = ("placement", "device")
+Schema = TypeVar("Schema", bound=RunConfig)
 _MISSING = "???"
 
 
-def load_config(overrides: Sequence[str], config_name: str = BASE, config_dir: str | None = None) -> PPOConfig:
+def load_config(
+    schema: type[Schema],
+    rules: Callable[[Schema], Iterable[str]],
+    overrides: Sequence[str],
+    config_name: str | None = None,
+    config_dir: str | None = None,
+) -> Schema:
     """Composes and checks the configuration of a run.
 
     Args:
+        schema: the model of the whole configuration; it holds every default.
+        rules: what joins several keys; yields a sentence for each broken rule.
         overrides: Hydra overrides, e.g. `["placement=split", "trainer.nnodes=2"]`.
-        config_name: the YAML file to start from, without its ending.
-        config_dir: folder of the user's own YAML files, which start with `defaults: [ppo_trainer, _self_]`.
+        config_name: the YAML file to start from, without its ending; None starts from the schema's defaults.
+        config_dir: folder of the user's YAML files, which start with `defaults: [<schema.base_name>, _self_]`.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a missing key or a broken rule; the text names each of
             them in full and says what to do.
     """
-    composed = compose_tree(overrides, config_name, config_dir)
+    composed = compose_tree(schema, overrides, config_name, config_dir)
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
-    _raise_if_any([*_unknown_keys(raw), *_missing_keys(raw)])
+    _raise_if_any([*_unknown_keys(schema, raw), *_missing_keys(raw)])
     try:
         resolved = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise _config_error(error) from error
     try:
-        config = PPOConfig.model_validate(resolved)
+        config = schema.model_validate(resolved)
     except ValidationError as error:
-        _raise_if_any([_explain(detail) for detail in error.errors()])
+        _raise_if_any([_explain(detail, schema.base_name) for detail in error.errors()])
         raise
-    _raise_if_any(list(broken_rules(config)))
+    _raise_if_any(list(rules(config)))
     return config
 
 
-def to_yaml(config: PPOConfig) -> str:
-    """The resolved configuration as YAML; `load_config([], name, folder)` reads it back."""
+def to_yaml(config: RunConfig) -> str:
+    """The resolved configuration as YAML, which `load_config` reads back."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def default_tree(model: type[ConfigModel] = PPOConfig) -> dict[str, Any]:
-    """The defaults of the models as plain data; keys without a default are Hydra's mark for missing."""
+def default_tree(model: type[ConfigModel]) -> dict[str, Any]:
+    """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark for missing."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
-            tree[name] = _MISSING if field.is_required() else field.default
+            followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), _MISSING)
+            tree[name] = followed if field.is_required() else field.default
     return tree
 
 
-def leaves(model: type[ConfigModel] = PPOConfig, prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
+def leaves(model: type[ConfigModel], prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
     """Every key of the configuration as (full path, model that declares it, field name)."""
     for name, field in model.model_fields.items():
         if _is_model(field.annotation):
@@ -85,19 +93,21 @@ def leaves(model: type[ConfigModel] = PPOConfig, prefix: str = "") -> Iterator[t
             yield f"{prefix}{name}", model, name
 
 
-def compose_tree(overrides: Sequence[str], config_name: str = BASE, config_dir: str | None = None) -> DictConfig:
+def compose_tree(
+    schema: type[RunConfig], overrides: Sequence[str], config_name: str | None = None, config_dir: str | None = None
+) -> DictConfig:
     """The composed tree before it is resolved and checked."""
     register_pool_resolvers()
-    store = ConfigStore.instance()
-    store.store(name="ppo_defaults", node=default_tree())
+    store, presets = ConfigStore.instance(), [{name: default} for name, default in schema.presets.items()]
+    store.store(name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)})
     # Hydra looks for the first file before it has read the search path; so the first one is ours and names the user's.
-    store.store(name="run", node={"defaults": [config_name, "_self_"]})
-    search_path = _search_path(config_dir, config_name)
+    store.store(name="run", node={"defaults": [config_name or schema.base_name, "_self_"]})
+    search_path = _search_path(schema.base_name, config_name or schema.base_name, config_dir)
     try:
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
-            return compose("run", [*search_path, *map(_as_forced, parsed)])
+            return compose("run", [*search_path, *(_as_forced(override, schema.presets) for override in parsed)])
     except OverrideParseException as error:
         raise ConfigError(
             f"{error.override}: expected key=value; a value with characters such as ~ = or , is quoted for Hydra "
@@ -107,23 +117,23 @@ def compose_tree(overrides: Sequence[str], config_name: str = BASE, config_dir: 
         raise _config_error(error) from error
 
 
-def _search_path(config_dir: str | None, config_name: str) -> list[str]:
+def _search_path(base: str, config_name: str, config_dir: str | None) -> list[str]:
     if config_dir is None:
-        if config_name != BASE:
+        if config_name != base:
             raise ConfigError(f"--config-name {config_name} needs --config-dir, the folder of {config_name}.yaml")
         return []
     folder = Path(config_dir).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
-    if (folder / f"{BASE}.yaml").exists():
-        raise ConfigError(f"{folder / BASE}.yaml has the name of the base configuration; give the file another name")
-    if config_name != BASE and not (folder / f"{config_name}.yaml").is_file():
+    if (folder / f"{base}.yaml").exists():
+        raise ConfigError(f"{folder / base}.yaml has the name of the base configuration; give the file another name")
+    if config_name != base and not (folder / f"{config_name}.yaml").is_file():
         found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         raise ConfigError(f"--config-name {config_name}: {folder} has no {config_name}.yaml; it has {found or 'none'}")
     return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
 
 
-def _as_forced(override: Override) -> str:
+def _as_forced(override: Override, presets: Iterable[str]) -> str:
     """The override in the form in which Hydra leaves the judgement on unknown keys to us."""
     line, key = override.input_line, override.key_or_group
     assert line is not None and override.config_loader is not None
@@ -136,22 +146,26 @@ def _as_forced(override: Override) -> str:
     if override.is_delete():
         return line
     options = [] if "." in key else override.config_loader.get_group_options(key)
-    if key in PRESETS and override.value() not in options:
+    if key in presets and override.value() not in options:
         raise ConfigError(f"{line}: expected one of {', '.join(options)}")
-    if key in PRESETS:
+    if key in presets:
         return line.lstrip("+")
     return line if options else "++" + line.lstrip("+")  # options: a config group in the user's own folder
 
 
-def _unknown_keys(tree: dict[str, Any], model: type[ConfigModel] = PPOConfig, prefix: str = "") -> Iterator[str]:
+def _unknown_keys(
+    schema: type[RunConfig], tree: dict[str, Any], model: type[ConfigModel] | None = None, prefix: str = ""
+) -> Iterator[str]:
     for name, value in tree.items():
-        path, field = f"{prefix}{name}", model.model_fields.get(name)
+        path, field = f"{prefix}{name}", (model or schema).model_fields.get(name)
         if field is None:
-            yield from (f"{leaf}: there is no such key{_suggestion(leaf)}" for leaf in _paths_below(path, value))
+            yield from (
+                f"{leaf}: there is no such key{_suggestion(schema, leaf)}" for leaf in _paths_below(path, value)
+            )
         elif not _is_model(field.annotation):
             continue
         elif isinstance(value, dict):
-            yield from _unknown_keys(value, field.annotation, f"{path}.")
+            yield from _unknown_keys(schema, value, field.annotation, f"{path}.")
         elif not OmegaConf.is_interpolation(OmegaConf.create({name: value}), name):
             example = next(iter(field.annotation.model_fields))
             yield f"{path}={json.dumps(value)}: expected keys, such as {path}.{example}"
@@ -173,15 +187,15 @@ def _paths_below(path: str, value: Any) -> Iterator[str]:
         yield path
 
 
-def _suggestion(path: str) -> str:
-    known = [*PRESETS, *(leaf for leaf, _, _ in leaves())]
+def _suggestion(schema: type[RunConfig], path: str) -> str:
+    known = [*schema.presets, *(leaf for leaf, _, _ in leaves(schema))]
     # By the last part of their names, because keys of one section share all the others.
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     close = difflib.get_close_matches(path.rpartition(".")[2], set(names.values()), len(known), cutoff=0.7)
     likeness = {leaf: _likeness(path, leaf) for leaf in known}
     candidates = [leaf for leaf in known if names[leaf] in close or likeness[leaf][0] > 0.9]
     likest = max(candidates, key=likeness.__getitem__, default=None)
-    return f"; did you mean {likest}?" if likest else "; docs/config.md lists all keys"
+    return f"; did you mean {likest}?" if likest else f"; {schema.keys_are_listed_by} lists all keys"
 
 
 def _likeness(path: str, known: str) -> tuple[float, float]:
@@ -191,10 +205,10 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
     return sum(found) / len(found), difflib.SequenceMatcher(None, path, known).ratio()
 
 
-def _explain(detail: Any) -> str:
+def _explain(detail: Any, base: str) -> str:
     path = ".".join(map(str, detail["loc"])) or "configuration"
     if detail["type"] == "missing":
-        return f"{path}: this key is not set; does the YAML file start with 'defaults: [{BASE}, _self_]'?"
+        return f"{path}: this key is not set; does the YAML file start with 'defaults: [{base}, _self_]'?"
     if detail["type"] == "value_error":
         problem = str(detail["ctx"]["error"])
         return f"{path}: {problem}" if isinstance(detail["input"], dict) else f"{path}={detail['input']}: {problem}"

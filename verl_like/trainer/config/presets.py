@@ -2,9 +2,7 @@
 
 from omegaconf import OmegaConf
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the text is for the person who wrote it."""
+from verl_like.trainer.config.errors import ConfigError
 
 
 def register_pool_resolvers() -> None:

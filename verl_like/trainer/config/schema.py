@@ -1,11 +1,12 @@
-"""The whole configuration of a run: what the trainer reads, around what the workers read (workers/config.py)."""
+"""The whole configuration of a PPO run: what the trainer reads, around what the workers read (workers/config.py)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
 from verl_like.workers.config import (
     ActorRolloutRefConfig,
@@ -17,10 +18,6 @@ from verl_like.workers.config import (
 )
 
 
-def _list_of_one(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _refuse_zero(value: int) -> int:
     if value == 0:
         raise ValueError("expected -1 (no limit, or never) or a positive number")
@@ -28,18 +25,17 @@ def _refuse_zero(value: int) -> int:
 
 
 # Lists become tuples, so that nothing below the entry point can change them.
-Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_one), Strict(False), Field(min_length=1)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False), Field(min_length=1)]
 MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
 Seconds = Annotated[float, Field(gt=0)]
-Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class DataConfig(ConfigModel):
     """Prompts: where they are and how they become batches."""
 
-    train_files: Names
+    train_files: Paths
     """Training prompts: one file or a list of files (parquet, JSON, JSONL) in verl's schema."""
-    val_files: Names
+    val_files: Paths
     """Validation prompts: one file or a list of files."""
     prompt_key: str = "prompt"
     """Column that holds the prompt, a list of chat messages."""
@@ -117,9 +113,11 @@ class AlgorithmConfig(ConfigModel):
     kl_ctrl: KlControlConfig = KlControlConfig()
 
 
-class TrainerConfig(ConfigModel):
+class TrainerConfig(RecordConfig):
     """The run."""
 
+    experiment_name: str = "ppo"
+    """Names the run in trackers and in the output folder."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Where workers compute. The preset device=cpu sets it together with everything else a CPU needs."""
     nnodes: PositiveInt = 1
@@ -130,13 +128,6 @@ class TrainerConfig(ConfigModel):
     """Passes over the training prompts."""
     total_training_steps: PositiveInt | None = None
     """Training steps; null means total_epochs of them."""
-    project_name: str = "verl_like"
-    """Groups runs in trackers and in the output folder."""
-    experiment_name: str = "ppo"
-    """Names the run in trackers and in the output folder."""
-    logger: Annotated[tuple[Logger, ...], BeforeValidator(_list_of_one), Strict(False)] = ("console",)
-    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and jsonl (the run's metrics.jsonl) are
-    always on."""
     seed: Annotated[int, Field(ge=0)] = 42
     """The one seed: order of prompts, sampling, initial value head."""
     val_before_train: bool = True
@@ -153,34 +144,21 @@ class TrainerConfig(ConfigModel):
     """First training steps in which only the critic is updated; the actor's schedule counts the others."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
-    default_local_dir: str
-    """Folder of the run's metrics, report and checkpoints."""
     call_timeout_s: Seconds = 3600.0
     """Seconds one call of a worker group may take before the run stops."""
 
 
-class RayInitConfig(ConfigModel):
-    """How the driver joins or starts Ray."""
-
-    num_cpus: PositiveInt | None = None
-    """CPU slots of a Ray started here; null means the machine's cores."""
-    address: str | None = None
-    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a Ray of the run's own."""
-
-
-class RayKwargsConfig(ConfigModel):
-    """Settings of Ray."""
-
-    ray_init: RayInitConfig = RayInitConfig()
-
-
-class PPOConfig(ConfigModel):
+class PPOConfig(RunConfig):
     """The whole configuration of a PPO run."""
+
+    base_name: ClassVar[str] = "ppo_trainer"
+    presets: ClassVar[dict[str, str]] = {"placement": "colocated", "device": "cuda"}
+    keys_are_listed_by: ClassVar[str] = "docs/config.md"
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
     critic: CriticConfig
-    reward_model: RewardModelConfig = RewardModelConfig()
+    reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -193,7 +171,6 @@ class PPOConfig(ConfigModel):
     placement preset fills it."""
     worker_classes: dict[str, str] = Field(default={})
     """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
-    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
 
     @property
     def needs_critic(self) -> bool:

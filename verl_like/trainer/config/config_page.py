@@ -1,4 +1,4 @@
-"""Renders docs/config.md from the models and the base configuration."""
+"""Renders docs/config.md from the models of PPO's configuration."""
 
 import json
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_like.trainer.config.compose import compose_tree, leaves
+from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.config import ConfigModel
 
 HEAD = """# Configuration
@@ -65,11 +66,11 @@ runs again.
 """
 
 
-def render_config_reference() -> str:
+def render_config_page() -> str:
     """The text of docs/config.md."""
-    base = compose_tree([])
+    base = compose_tree(PPOConfig, [])
     sections: dict[str, list[str]] = {}
-    for path, model, name in leaves():
+    for path, model, name in leaves(PPOConfig):
         section = path.rpartition(".")[0]
         sections.setdefault(section, []).append(_row(name, model, OmegaConf.select(base, section)))
     table_head = "| key | default | values | meaning |\n|---|---|---|---|\n"

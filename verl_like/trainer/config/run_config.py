@@ -1,0 +1,59 @@
+"""What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs on."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Strict
+
+from verl_like.workers.config import ConfigModel, Follows, PositiveInt
+
+
+def list_of_one(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class RecordConfig(ConfigModel):
+    """The name of a run and where its metrics go."""
+
+    project_name: str = "verl_like"
+    """Groups runs in trackers and in the output folder."""
+    experiment_name: str
+    """Names the run in trackers and in the output folder."""
+    # A list becomes a tuple, so that nothing below the entry point can change it.
+    logger: Annotated[tuple[Logger, ...], BeforeValidator(list_of_one), Strict(False)] = ("console",)
+    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and jsonl (the run's metrics.jsonl) are
+    always on."""
+    default_local_dir: Annotated[str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")]
+    """Folder of the run's metrics, report and checkpoints."""
+
+
+class RayInitConfig(ConfigModel):
+    """How the driver joins or starts Ray."""
+
+    num_cpus: PositiveInt | None = None
+    """CPU slots of a Ray started here; null means the machine's cores."""
+    address: str | None = None
+    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a Ray of the run's own."""
+
+
+class RayKwargsConfig(ConfigModel):
+    """Settings of Ray."""
+
+    ray_init: RayInitConfig = RayInitConfig()
+
+
+class RunConfig(ConfigModel):
+    """The whole configuration of a run: the base of each trainer's schema."""
+
+    base_name: ClassVar[str]
+    """Name of the schema's defaults in a YAML file: `defaults: [<base_name>, _self_]`."""
+    presets: ClassVar[dict[str, str]] = {}
+    """Groups of YAML files below verl_like/trainer/config that set several keys, and the file that is the default."""
+    keys_are_listed_by: ClassVar[str] = "--print-config"
+
+    trainer: RecordConfig
+    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
