@@ -21,7 +21,7 @@ from verl_like.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
-from verl_like.single_controller.ray.host import fetch
+from verl_like.single_controller.ray.worker_process import fetch
 
 pytestmark = pytest.mark.ray
 

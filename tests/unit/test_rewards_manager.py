@@ -427,7 +427,7 @@ def test_settings_out_of_range_are_refused() -> None:
 def worker_pids(driver: int) -> list[int]:
     """The reward workers among a process's children."""
     children = [pid for task in Path(f"/proc/{driver}/task").glob("*/children") for pid in task.read_text().split()]
-    return [int(pid) for pid in children if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"rewards.scoring_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_running(pid: int) -> bool:

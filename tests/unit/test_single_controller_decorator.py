@@ -11,8 +11,9 @@ from verl_like.single_controller import (
     register_dispatch_mode,
 )
 from verl_like.single_controller.decorator import registered_methods
+from verl_like.single_controller.dispatch import Mesh
 from verl_like.single_controller.local import LocalWorkerGroup
-from verl_like.single_controller.worker_group import ClassWithInitArgs, Mesh
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 BUILT_IN = {name: mode for name, mode in vars(Dispatch).items() if name.isupper()}
 WHOLE_ARGUMENTS = {"RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL"}

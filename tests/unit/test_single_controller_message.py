@@ -57,7 +57,7 @@ def test_a_result_of_meta_info_alone_travels_as_plain_values():
 def test_a_shard_of_a_small_batch_travels_as_plain_values_and_is_flattened_once_for_all_ranks():
     batch = small_batch()
     wires = {name: to_wire(tensor) for name, tensor in batch.tensors().items()}
-    stored = StoredBatch(4, (), {}, (True, wires, {}, batch.meta_info))
+    stored = StoredBatch(4, (), {}, (4, wires, {}, batch.meta_info))
     seen = {}
     shards = [BatchShard((Part(stored, stored),), rank, 2, ("input_ids", "is_pad")) for rank in range(2)]
     messages = [flatten_arguments({0: shard, "scale": 2.0}, seen) for shard in shards]

@@ -8,9 +8,9 @@ import pytest
 
 from verl_like.single_controller import ResourcePool, WorkerError
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
-from verl_like.single_controller.ports import reserve_port
 from verl_like.single_controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
 from verl_like.single_controller.ray.cluster import assign
+from verl_like.single_controller.worker import reserve_port
 
 
 def test_local_ranks_follow_from_the_processes_of_each_node():

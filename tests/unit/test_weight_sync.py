@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.weight_sync import (
     WeightExport,
     WeightSyncError,

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
-from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine.sequence_parallel import SequenceParallel

@@ -21,7 +21,7 @@ from tiny_worker_models import (
 )
 
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
-from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order

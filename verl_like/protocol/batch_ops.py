@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from verl_like.protocol.columns import PAD_COLUMN
 from verl_like.protocol.dataproto import DataProto, DataProtoItem
 from verl_like.protocol.merge import names
-from verl_like.protocol.row_ops import ColumnData, deep_equal, is_jagged, jagged_from_lengths, object_array
+from verl_like.protocol.row_ops import copy_column, deep_equal, is_jagged, jagged_from_lengths, object_array
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -21,16 +21,16 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """
     if size_divisor <= 0:
         raise ValueError(f"pad_dataproto_to_divisor: the divisor must be positive, got {size_divisor}.")
-    rows = len(data)
-    if rows == 0:
+    num_rows = len(data)
+    if num_rows == 0:
         raise ValueError("pad_dataproto_to_divisor: the batch has no rows, so there is none to pad with.")
-    pad_size = -rows % size_divisor
+    pad_size = -num_rows % size_divisor
     if pad_size == 0:
         return data.slice(), 0
-    padded = data.select_idxs(torch.arange(rows + pad_size) % rows)
+    padded = data.select_idxs(torch.arange(num_rows + pad_size) % num_rows)
     if padded.batch is None:
-        padded.batch = TensorDict({}, batch_size=[rows + pad_size])
-    is_pad = torch.arange(rows + pad_size, device=padded.batch.device) >= rows
+        padded.batch = TensorDict({}, batch_size=[num_rows + pad_size])
+    is_pad = torch.arange(num_rows + pad_size, device=padded.batch.device) >= num_rows
     if PAD_COLUMN in padded.batch:
         is_pad |= padded.batch[PAD_COLUMN]
     padded.batch[PAD_COLUMN] = is_pad
@@ -72,29 +72,23 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     Raises ValueError if the columns differ in these dimensions.
     """
-    columns: dict[str, ColumnData] = {**data.tensors(), **data.non_tensor_batch}
+    columns = data.columns()
     shapes = {tuple(column.shape[:batch_dims]) for name, column in columns.items() if not is_jagged(column)}
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
         found = {name: tuple(column.shape) for name, column in columns.items()}
         raise ValueError(f"unfold_batch_dim: the columns do not share their first {batch_dims} dimensions: {found}.")
-    rows = int(np.prod(next(iter(shapes), (len(data),))))
-    return _reshape(data, "unfold_batch_dim", batch_dims, (rows,))
+    num_rows = int(np.prod(next(iter(shapes), (len(data),))))
+    return _reshape(data, "unfold_batch_dim", batch_dims, (num_rows,))
 
 
 def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, ...]) -> DataProto:
     """Copy with the first `old_dims` dimensions of every column replaced by `new_dims`."""
-    copied = data.slice()
-    batch = None
-    if copied.batch is not None:
-        jagged = [name for name, tensor in copied.tensors().items() if is_jagged(tensor)]
-        if jagged:
-            raise ValueError(f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first.")
-        tensors = {
-            name: tensor.reshape(new_dims + tensor.shape[old_dims:]) for name, tensor in copied.tensors().items()
-        }
-        batch = TensorDict(tensors, batch_size=[new_dims[0]], device=copied.batch.device)
-    arrays = {name: array.reshape(new_dims + array.shape[old_dims:]) for name, array in copied.non_tensor_batch.items()}
-    return DataProto(batch, arrays, copied.meta_info)
+    jagged = [name for name, column in data.columns().items() if is_jagged(column)]
+    if jagged:
+        raise ValueError(f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first.")
+    return data.map_columns(
+        new_dims[0], lambda column: copy_column(column).reshape(new_dims + tuple(column.shape[old_dims:]))
+    )
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:

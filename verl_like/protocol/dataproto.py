@@ -1,7 +1,7 @@
 """DataProto, the batch that travels between the driver and the workers."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from verl_like.protocol import wire
-from verl_like.protocol.item import DataProtoItem
+from verl_like.protocol.batch import Batch
 from verl_like.protocol.merge import (
     concat_parts,
     merge_meta_info,
@@ -24,92 +23,39 @@ from verl_like.protocol.merge import (
 )
 from verl_like.protocol.row_ops import (
     RowIndices,
-    check_tensor_column,
     copy_column,
-    copy_containers,
-    deep_equal,
     is_jagged,
     jagged_parts,
-    num_rows,
     object_array,
     row_indices,
     take_rows,
     unfold_column,
     view_rows,
 )
+from verl_like.protocol.wire import join_tensordict, split_tensordict
 
 
-@dataclass(eq=False, repr=False)
-class DataProto:
-    """A batch of rows: tensors in `batch` (one batch dimension), objects in `non_tensor_batch`, and `meta_info`, which
-    is about the batch and not about a row.
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row: `batch` holds its tensors (no batch dimension), `non_tensor_batch` its objects.
 
-    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Containers are never shared between two
-    DataProtos; columns are values: replace them (`data.batch["x"] = ...`), never write into them. Operations on rows
-    (indexing, chunk, repeat, concat, ...) copy the rows, though not what the elements of object arrays refer to;
-    `select` and `union` share the columns.
+    `jagged_keys` and `array_templates` (no rows; dtype and row shape) let `collate_fn` rebuild the columns.
     """
 
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    jagged_keys: frozenset[str] = frozenset()
+    array_templates: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.check_consistency()
-        self.batch = None if self.batch is None else self.batch.copy()
-        self.non_tensor_batch = dict(self.non_tensor_batch)
-        self.meta_info = copy_containers(self.meta_info)
 
-    def check_consistency(self) -> None:
-        """Raise ValueError unless every column has the same number of rows and a supported type."""
-        if self.batch is not None:
-            if not isinstance(self.batch, TensorDict):
-                raise ValueError(
-                    f"DataProto.batch is a {type(self.batch).__name__}, not a TensorDict; use DataProto.from_dict."
-                )
-            if len(self.batch.batch_size) != 1:
-                raise ValueError(
-                    f"DataProto.batch has batch_size {tuple(self.batch.batch_size)}; it must have one batch dimension."
-                )
-        if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
-            raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
-        for name, tensor in self.tensors().items():
-            check_tensor_column(f"DataProto.batch[{name!r}]", tensor)
-        for name, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray) or array.ndim == 0:
-                raise ValueError(
-                    f"DataProto.non_tensor_batch[{name!r}] is a {type(array).__name__}, not an array with rows; "
-                    "use DataProto.from_dict(non_tensors=...), which converts lists."
-                )
-        wrong = {name: array.shape[0] for name, array in self.non_tensor_batch.items() if array.shape[0] != len(self)}
-        if wrong:
-            raise ValueError(
-                f"DataProto has {len(self)} rows but non_tensor_batch has columns with another number: {wrong}; "
-                "every column must have the same number of rows."
-            )
+@dataclass(eq=False, repr=False)
+class DataProto(Batch):
+    """A batch, see `Batch`, and how batches are made, split, joined and combined.
 
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
-        return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
-
-    def __repr__(self) -> str:
-        return self.get_data_info()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensor columns by name, as a new dict; empty if there is no `batch`."""
-        return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
-
-    def _map_columns(self, operation: Callable[[Any], Any], rows: int) -> "DataProto":
-        """The same columns and meta_info with `operation` done on every column."""
-        self.check_consistency()  # the containers are open: a column of another length may have been put in
-        batch = None
-        if self.batch is not None:
-            tensors = {name: operation(tensor) for name, tensor in self.tensors().items()}
-            batch = TensorDict(tensors, batch_size=[rows], device=self.batch.device)
-        return DataProto(
-            batch, {name: operation(array) for name, array in self.non_tensor_batch.items()}, self.meta_info
-        )
+    Operations on rows (indexing, chunk, repeat, concat, ...) copy the rows, though not what the elements of object
+    arrays refer to; `select` and `union` share the columns.
+    """
 
     # Construction ---------------------------------------------------------------------------------------------------
 
@@ -128,11 +74,10 @@ class DataProto:
                         f"from_dict: tensors[{name!r}] is a {type(tensor).__name__}, not a tensor with rows; "
                         "pass other values in non_tensors, one per row, or in meta_info."
                     )
-            sizes = {name: num_rows(tensor) for name, tensor in tensors.items()}
-            rows = next(iter(sizes.values()))
-            if set(sizes.values()) != {rows}:
+            sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
+            if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
-            batch = TensorDict(dict(tensors), batch_size=[rows])
+            batch = TensorDict(dict(tensors), batch_size=[next(iter(sizes.values()))])
         arrays = {}
         for name, value in (non_tensors or {}).items():
             if not isinstance(value, (np.ndarray, list, tuple)):
@@ -146,17 +91,14 @@ class DataProto:
     @staticmethod
     def from_single_dict(data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> "DataProto":
         """Tensors go to `batch`, NumPy arrays to `non_tensor_batch`; anything else raises ValueError."""
-        tensors, arrays = {}, {}
         for name, value in data.items():
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-            elif isinstance(value, np.ndarray):
-                arrays[name] = value
-            else:
+            if not isinstance(value, torch.Tensor | np.ndarray):
                 raise ValueError(
                     f"from_single_dict: {name!r} is a {type(value).__name__}, neither a tensor nor a NumPy array; "
                     "use from_dict(non_tensors=...) for lists."
                 )
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        arrays = {name: value for name, value in data.items() if name not in tensors}
         return DataProto.from_dict(tensors, arrays, meta_info)
 
     @staticmethod
@@ -165,7 +107,7 @@ class DataProto:
 
         Raises ValueError if a meta key is also in `meta_info`.
         """
-        tensors, arrays, meta = wire.split_tensordict(tensor_dict, meta_info or {})
+        tensors, arrays, meta = split_tensordict(tensor_dict, meta_info or {})
         return DataProto(TensorDict(tensors, tensor_dict.batch_size, device=tensor_dict.device), arrays, meta)
 
     def to_tensordict(self) -> TensorDict:
@@ -175,7 +117,7 @@ class DataProto:
         """
         self.check_consistency()
         batch = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
-        return wire.join_tensordict(batch, self.non_tensor_batch, self.meta_info)
+        return join_tensordict(batch, self.non_tensor_batch, self.meta_info)
 
     # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -213,19 +155,19 @@ class DataProto:
         selected = range(*slice(start, end, step).indices(len(self)))
         if selected.step == 1:
             stop = max(selected.start, selected.stop)
-            return self._map_columns(lambda column: copy_column(view_rows(column, selected.start, stop)), len(selected))
+            return self.map_columns(len(selected), lambda column: copy_column(view_rows(column, selected.start, stop)))
         return self.select_idxs(list(selected))
 
     def rows(self, start: int, stop: int) -> "DataProto":
         """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use `slice`."""
-        if (self.tensors() or self.non_tensor_batch) and not 0 <= start <= stop <= len(self):
+        if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
-        return self._map_columns(lambda column: view_rows(column, start, stop), stop - start)
+        return self.map_columns(stop - start, lambda column: view_rows(column, start, stop))
 
     def select_idxs(self, idxs: RowIndices) -> "DataProto":
         """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one bool per row."""
         indices = row_indices(idxs, len(self))
-        return self._map_columns(lambda column: take_rows(column, indices), len(indices))
+        return self.map_columns(len(indices), lambda column: take_rows(column, indices))
 
     def reorder(self, indices: torch.Tensor) -> None:
         """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation."""
@@ -241,8 +183,8 @@ class DataProto:
         """Every row `repeat_times` times: AABB if `interleave`, else ABAB."""
         if repeat_times < 0:
             raise ValueError(f"repeat: repeat_times must not be negative, got {repeat_times}.")
-        rows = torch.arange(len(self))
-        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        idxs = torch.arange(len(self))
+        return self.select_idxs(idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> "DataProto":
         """Row i repeat_times[i] times, copies side by side."""
@@ -272,9 +214,9 @@ class DataProto:
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
 
     @staticmethod
-    def concat(data: Sequence["DataProto"], places: torch.Tensor | None = None) -> "DataProto":
-        """The rows of all parts, in order, or row i at places[i] of the result: `places` (rows,) int64 is a
-        permutation. A part without rows adds only its meta_info.
+    def concat(data: Sequence["DataProto"], order: torch.Tensor | None = None) -> "DataProto":
+        """The rows of all parts, one part after the other. With `order` (rows,) int64, a permutation, row i of the
+        parts becomes row order[i] of the result. A part without rows adds only its meta_info.
 
         meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into lists, anything else
         must be equal wherever it is present. Raises ValueError for an empty list, and for columns or meta_info that
@@ -287,29 +229,25 @@ class DataProto:
             part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
-            filled = ([part for part in data if part.tensors() or part.non_tensor_batch] or list(data))[:1]
-        tensors = concat_parts("batch", [part.tensors() for part in filled], places)
-        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled], places)
-        batch, first = None, filled[0].batch
-        if first is not None:
-            batch = TensorDict(tensors, batch_size=[sum(map(len, filled))], device=first.device)
-        return DataProto(batch, arrays, meta_info)
+            filled = ([part for part in data if part.columns()] or list(data))[:1]
+        tensors = concat_parts("batch", [part.tensors() for part in filled], order)
+        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled], order)
+        return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
         """(B, L, ...) columns in `split_keys` become (B * n_split, L / n_split, ...), the other rows are repeated
         n_split times side by side. Raises ValueError for a missing key or an L that does not divide."""
         keys = list(split_keys or [])
-        require_keys("unfold_column_chunks", "the columns", keys, self.tensors().keys() | self.non_tensor_batch.keys())
+        require_keys("unfold_column_chunks", "the columns", keys, self.columns())
         if n_split <= 0:
             raise ValueError(f"unfold_column_chunks: n_split must be positive, got {n_split}.")
-        result = self.repeat(n_split)
-        for name in keys:
-            if self.batch is not None and result.batch is not None and name in self.batch:
-                result.batch[name] = unfold_column(name, self.tensors()[name], n_split)
-            else:
-                array = unfold_column(name, self.non_tensor_batch[name], n_split)
-                result.non_tensor_batch[name] = cast(np.ndarray, array)
-        return result
+        repeated = self.repeat(n_split)
+        unfolded: dict[str, Any] = {name: unfold_column(name, self.columns()[name], n_split) for name in keys}
+        tensors, arrays = (
+            {name: unfolded.get(name, column) for name, column in columns.items()}
+            for columns in (repeated.tensors(), repeated.non_tensor_batch)
+        )
+        return self.with_columns(len(repeated), tensors, arrays, self.meta_info)
 
     def make_iterator(
         self,
@@ -361,10 +299,7 @@ class DataProto:
         tensors = pick_keys("select", "batch", self.tensors(), batch_keys)
         arrays = pick_keys("select", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
         meta = pick_keys("select", "meta_info", self.meta_info, meta_info_keys)
-        batch = None
-        if self.batch is not None:
-            batch = TensorDict(tensors, batch_size=[len(self)], device=self.batch.device)
-        return DataProto(batch, arrays, meta)
+        return self.with_columns(len(self), tensors, arrays, meta)
 
     def pop(
         self,
@@ -417,83 +352,12 @@ class DataProto:
         """
         self.check_consistency()
         other.check_consistency()
-        has_rows = [data for data in (self, other) if data.batch is not None or data.non_tensor_batch]
-        if len({len(data) for data in has_rows}) > 1:
+        if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
-        batch = self.batch
-        if batch is None or other.batch is None:
-            batch = other.batch if batch is None else batch
-        else:
-            batch = union_tensor_dict(batch, other.batch)
+        batches = [data.batch for data in (self, other) if data.batch is not None]
+        batch = functools.reduce(union_tensor_dict, batches) if batches else None
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         return DataProto(batch, arrays, union_meta_info(self.meta_info, other.meta_info))
-
-    # Comparing and storing ------------------------------------------------------------------------------------------
-
-    def equal(self, other: "DataProto") -> bool:
-        """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the order of columns."""
-        return (
-            len(self) == len(other)
-            and deep_equal(self.tensors(), other.tensors())
-            and deep_equal(self.non_tensor_batch, other.non_tensor_batch)
-            and deep_equal(self.meta_info, other.meta_info)
-        )
-
-    def column_versions(self) -> dict[str, int]:
-        """torch's write counter of each tensor column: a column was written into in place if its counter has changed.
-
-        -1 for inference-mode tensors, which have no counter.
-        """
-        return {name: -1 if tensor.is_inference() else tensor._version for name, tensor in self.tensors().items()}
-
-    def get_data_info(self) -> str:
-        """What the batch holds, for people: one line per column with shape, dtype and size."""
-        lines = [f"DataProto: {len(self)} rows"]
-        total = 0
-        for name, tensor in self.tensors().items():
-            size = (jagged_parts(tensor)[0] if is_jagged(tensor) else tensor).nbytes
-            total += size
-            lines.append(f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, {size / 2**20:.2f} MiB")
-        for name, array in self.non_tensor_batch.items():
-            total += array.nbytes
-            lines.append(f"  {name}: {array.shape} array of {array.dtype}")
-        lines += [f"  meta_info[{name!r}]: {type(value).__name__}" for name, value in self.meta_info.items()]
-        lines[0] += f", {total / 2**20:.2f} MiB"
-        return "\n".join(lines)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Tensors as views in NumPy arrays, which pickle protocol 5 hands over out of band, without a copy."""
-        self.check_consistency()
-        return {
-            "rows": None if self.batch is None else len(self),
-            "tensors": {name: wire.to_wire(tensor) for name, tensor in self.tensors().items()},
-            "non_tensor_batch": dict(self.non_tensor_batch),
-            "meta_info": wire.pack_meta(self.meta_info),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Tensors on the CPU, wherever they were. On shared memory they are read-only by agreement."""
-        self.batch = None
-        if state["rows"] is not None:
-            tensors = {name: wire.from_wire(tensor) for name, tensor in state["tensors"].items()}
-            self.batch = TensorDict(tensors, batch_size=[state["rows"]])
-        self.non_tensor_batch = state["non_tensor_batch"]
-        self.meta_info = wire.unpack_meta(state["meta_info"])
-
-    def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """One safetensors file that holds everything; never pickle. Raises ValueError naming a value of an unknown
-        type."""
-        self.check_consistency()
-        rows = None if self.batch is None else len(self)
-        columns = {"batch": self.tensors(), "non_tensor_batch": self.non_tensor_batch}
-        wire.write_file(path, {"rows": rows, **columns, "meta_info": self.meta_info})
-
-    @staticmethod
-    def load_from_disk(path: str | os.PathLike[str]) -> "DataProto":
-        """A batch written by `save_to_disk`, on the CPU."""
-        contents = wire.read_file(path)
-        batch = None if contents["rows"] is None else TensorDict(contents["batch"], batch_size=[contents["rows"]])
-        return DataProto(batch, contents["non_tensor_batch"], contents["meta_info"])
 
 
 def _identity(rows: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -46,8 +46,10 @@ def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
 
 
-def num_rows(column: ColumnData) -> int:
-    return column.size(0) if isinstance(column, torch.Tensor) else column.shape[0]
+def write_count(tensor: torch.Tensor) -> int:
+    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for inference-mode tensors,
+    which have none. torch does not count writes through `.numpy()` and `.data`."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
@@ -65,8 +67,8 @@ def copy_column(column: ColumnData) -> ColumnData:
     return column.clone() if isinstance(column, torch.Tensor) else column.copy()
 
 
-def row_indices(idxs: RowIndices, rows: int) -> torch.Tensor:
-    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in 0..rows-1.
+def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
+    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in 0..num_rows-1.
 
     Raises IndexError outside the rows, ValueError for a mask of another length and for other types and shapes.
     """
@@ -74,8 +76,8 @@ def row_indices(idxs: RowIndices, rows: int) -> torch.Tensor:
     if indices.ndim != 1:
         raise ValueError(f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}.")
     if indices.dtype == torch.bool:
-        if len(indices) != rows:
-            raise ValueError(f"select_idxs: a mask of {len(indices)} values for {rows} rows.")
+        if len(indices) != num_rows:
+            raise ValueError(f"select_idxs: a mask of {len(indices)} values for {num_rows} rows.")
         return indices.nonzero().squeeze(1)
     if len(indices) == 0:
         return torch.zeros(0, dtype=torch.int64)
@@ -83,13 +85,13 @@ def row_indices(idxs: RowIndices, rows: int) -> torch.Tensor:
         raise ValueError(f"select_idxs: the indices must be integers or bools, got {indices.dtype}.")
     indices = indices.to(torch.int64)
     low, high = int(indices.min()), int(indices.max())
-    if low < -rows or high >= rows:
-        raise IndexError(f"select_idxs: indices {low}..{high} are outside the {rows} rows.")
-    return torch.where(indices < 0, indices + rows, indices)
+    if low < -num_rows or high >= num_rows:
+        raise IndexError(f"select_idxs: indices {low}..{high} are outside the {num_rows} rows.")
+    return torch.where(indices < 0, indices + num_rows, indices)
 
 
 def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
-    """Copies of the rows `indices` (int64 on CPU, each in 0..rows-1, repeats allowed)."""
+    """Copies of the rows `indices` (int64 on CPU, each of them a row of the column, repeats allowed)."""
     if isinstance(column, np.ndarray):
         return column[indices.numpy()]
     indices = indices.to(column.device)
@@ -104,8 +106,9 @@ def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
     return jagged_from_lengths(values[shift + torch.arange(len(shift), device=shift.device)], lengths)
 
 
-def concat_columns(name: str, parts: Sequence[Any], places: torch.Tensor | None = None) -> ColumnData:
-    """Rows of all parts in new memory: in order, or row i of them at places[i] (a permutation, int64 on CPU).
+def concat_columns(name: str, parts: Sequence[Any], order: torch.Tensor | None = None) -> ColumnData:
+    """Rows of all parts in new memory, one part after the other; with `order` (a permutation, int64 on CPU) row i of
+    them becomes row order[i].
 
     Raises ValueError naming the column when the parts do not match.
     """
@@ -116,10 +119,9 @@ def concat_columns(name: str, parts: Sequence[Any], places: torch.Tensor | None 
                 f"concat: column {name!r} is {signatures[0]} in part 0 but {signature} in part {index}; "
                 "give every part the same type and width (pad to a common width, or use a jagged column)."
             )
-    if places is not None and isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
-        result = _empty(parts[0], len(places))
-        targets = places.to(result.device).split([len(part) for part in parts])
-        for rows, part in zip(targets, parts, strict=True):
+    if order is not None and isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
+        result = _empty(parts[0], len(order))
+        for rows, part in zip(order.to(result.device).split([len(part) for part in parts]), parts, strict=True):
             result[rows] = part.detach()
         return result
     if isinstance(parts[0], np.ndarray):
@@ -131,16 +133,16 @@ def concat_columns(name: str, parts: Sequence[Any], places: torch.Tensor | None 
         )
     else:
         joined = torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
-    return joined if places is None else take_rows(joined, places.argsort())
+    return joined if order is None else take_rows(joined, order.argsort())
 
 
-def _empty(like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Uninitialised memory for a column of `rows` rows.
+def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Uninitialised memory for a column of `num_rows` rows.
 
     NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is filled four to ten times
     as fast.
     """
-    shape = (rows, *like.shape[1:])
+    shape = (num_rows, *like.shape[1:])
     num_bytes = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _HUGE_PAGE:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -176,11 +178,11 @@ def unfold_column(name: str, column: ColumnData, n_split: int) -> ColumnData:
     return copy_column(column).reshape((column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:]))
 
 
-def object_array(rows: Sequence[Any]) -> np.ndarray:
+def object_array(values: Sequence[Any]) -> np.ndarray:
     """A 1-D object array with one element per row; np.array would turn equally long lists into a second dimension."""
-    array = np.empty(len(rows), dtype=object)
-    for index, row in enumerate(rows):
-        array[index] = row
+    array = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        array[index] = value
     return array
 
 
@@ -188,12 +190,9 @@ def deep_equal(left: Any, right: Any) -> bool:
     """Equality by value: NaN equals NaN, dtype and shape count, tensors and arrays may be nested in containers."""
     if left is right:
         return True
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
-        return both and _tensors_equal(left, right)
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        both = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
-        return both and _arrays_equal(left, right)
+    for kind in (torch.Tensor, np.ndarray):
+        if isinstance(left, kind) or isinstance(right, kind):
+            return isinstance(left, kind) and isinstance(right, kind) and _columns_equal(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(deep_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
@@ -204,30 +203,25 @@ def deep_equal(left: Any, right: Any) -> bool:
     return bool(left == right) or bool(left != left and right != right)
 
 
-def _tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.is_nested != right.is_nested:
+def _columns_equal(left: Any, right: Any) -> bool:
+    """Equality of two tensors or of two arrays."""
+    if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
         return False
-    if left.is_nested:
-        (left_values, left_offsets), (right_values, right_offsets) = jagged_parts(left), jagged_parts(right)
-        return _tensors_equal(left_offsets, right_offsets) and _tensors_equal(left_values, right_values)
+    if is_jagged(left):
+        return all(map(_columns_equal, jagged_parts(left)[::-1], jagged_parts(right)[::-1]))  # first where rows begin
     if left.shape != right.shape:
-        return False
-    right = right.to(left.device)
-    return bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-def _arrays_equal(left: np.ndarray, right: np.ndarray) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
         return False
     if left.dtype == object:
         return all(map(deep_equal, left.flat, right.flat))
+    if isinstance(left, torch.Tensor):
+        right = right.to(left.device)
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
-def copy_containers(value: Any) -> Any:
-    """Copy of nested dicts and lists; leaves (tensors, arrays, objects) are values and stay shared."""
+def map_leaves(operation: Callable[[Any], Any], value: Any) -> Any:
+    """Copy of nested dicts, lists and tuples, with `operation` done on whatever else they hold."""
     if isinstance(value, dict):
-        return {key: copy_containers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copy_containers(item) for item in value]
-    return value
+        return {key: map_leaves(operation, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(operation, item) for item in value)
+    return operation(value)

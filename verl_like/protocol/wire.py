@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_like.protocol.merge import names
 from verl_like.protocol.metric import Metric
-from verl_like.protocol.row_ops import copy_containers, jagged_parts, object_array
+from verl_like.protocol.row_ops import jagged_parts, map_leaves, object_array
 
 _FILE_FORMAT = "verl_like.DataProto/1"
 _JSON_KEY = "json"
@@ -57,27 +57,6 @@ def from_wire(wire: WireTensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(tensor, offsets=torch.from_dlpack(wire.offsets))
 
 
-def pack_meta(value: Any) -> Any:
-    """Copy of meta_info in which every tensor is a WireTensor, so that none goes through torch's own pickling."""
-    if isinstance(value, torch.Tensor):
-        return to_wire(value)
-    if isinstance(value, dict):
-        return {key: pack_meta(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(pack_meta(item) for item in value)
-    return value
-
-
-def unpack_meta(value: Any) -> Any:
-    if isinstance(value, WireTensor):
-        return from_wire(value)
-    if isinstance(value, dict):
-        return {key: unpack_meta(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(unpack_meta(item) for item in value)
-    return value
-
-
 def split_tensordict(
     tensor_dict: TensorDict, meta_info: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
@@ -106,7 +85,7 @@ def join_tensordict(batch: TensorDict, arrays: Mapping[str, np.ndarray], meta_in
     for name, array in arrays.items():
         result[name] = NonTensorStack(*array)
     for name, value in meta_info.items():
-        result[name] = NonTensorData(copy_containers(value), batch_size=batch.batch_size)
+        result[name] = NonTensorData(map_leaves(lambda leaf: leaf, value), batch_size=batch.batch_size)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Scores samples in worker processes: isolated from the driver, with a deadline for every sample."""
+"""Scores samples in reward processes: isolated from the driver, with a deadline for every sample."""
 
 import logging
 import math
@@ -144,7 +144,7 @@ class RewardManager:
         logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
 
     def close(self) -> None:
-        """Stops the worker processes; samples that are still being scored are cancelled."""
+        """Stops the reward processes; samples that are still being scored are cancelled."""
         self._is_closed = True
         for process in self._processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""One reward worker process, asked over a socket of its own: what happens to it concerns no other."""
+"""One reward process, asked over a socket of its own: what happens to it concerns no other."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ class ProcessDied(RuntimeError):
 
 
 class RewardProcess:
-    """A worker process, and the one that replaces it when it ended.
+    """A reward process, and the one that replaces it when it ended.
 
     The interpreter is started anew and imports the driver's `__main__` as little as its other modules. One thread at a
     time uses it; `kill` may be called from any.
@@ -121,7 +121,7 @@ class RewardProcess:
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _TRANSFER_S, 0))
         program = (
             f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}\n"
-            f"from verl_like.rewards.worker import serve; serve({theirs.fileno()}, {os.getpid()})"
+            f"from verl_like.rewards.scoring_server import serve; serve({theirs.fileno()}, {os.getpid()})"
         )
         with self._lock, theirs:
             if self._is_killed:

@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from verl_like.protocol import DataProto, DataProtoFuture
-from verl_like.single_controller.shard import Ordered
-
-if TYPE_CHECKING:
-    from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.single_controller.shard import BatchShard, Ordered
 
 # (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one entry per rank.
 DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
 CollectFn = Callable[..., Any]  # (group, outputs by rank) -> the caller's value
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Which shard each rank works on, and which ranks hold the result, in row order."""
+
+    dp_ranks: list[int]
+    collect_ranks: list[int]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.collect_ranks)
+
+    @classmethod
+    def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> Mesh:
+        """Raises ValueError unless exactly one rank of every dp_rank is collected."""
+        dp_ranks = [dp_rank for dp_rank, _ in coordinates]
+        collected = {dp_rank: rank for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect}
+        num_collected = sum(is_collect for _, is_collect in coordinates)
+        if sorted(set(dp_ranks)) != sorted(collected) or num_collected != len(collected):
+            raise ValueError(
+                f"mesh {mesh_name!r} of {role}: exactly one rank of each dp_rank must be collected, "
+                f"got (dp_rank, is_collect) by rank {list(coordinates)}"
+            )
+        if sorted(collected) != list(range(len(collected))):
+            raise ValueError(f"mesh {mesh_name!r} of {role}: dp_ranks {dp_ranks} do not count up from 0 without gaps")
+        return cls(dp_ranks, [collected[dp_rank] for dp_rank in sorted(collected)])
+
+
+class Group(Protocol):
+    """What dispatch and collect functions use of a worker group."""
+
+    role: str
+    world_size: int
+
+    def split(self, data: DataProto | DataProtoFuture | Ordered, count: int) -> list[BatchShard]: ...
+
+    def mesh(self, mesh_name: str) -> Mesh: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +67,7 @@ class DispatchMode:
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
-    collect_ranks: Callable[[WorkerGroup], list[int]] | None = None
+    collect_ranks: Callable[[Group], list[int]] | None = None
     only_rank_zero: bool = False
 
 
@@ -43,22 +78,22 @@ class PerRank:
         self.values = list(values)
 
 
-def replicate(group: WorkerGroup, value: Any) -> list[Any]:
+def replicate(group: Group, value: Any) -> list[Any]:
     return [value] * group.world_size
 
 
-def split_batch(group: WorkerGroup, value: Any) -> list[Any]:
+def split_batch(group: Group, value: Any) -> list[Any]:
     """Split a batch, or the future of one, over the ranks; anything else is given to every rank whole."""
     if isinstance(value, DataProto | DataProtoFuture | Ordered):
         return group.split(value, group.world_size)
     return replicate(group, value)
 
 
-def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Any:
     return tuple(replicate(group, v) for v in args), {k: replicate(group, v) for k, v in kwargs.items()}
 
 
-def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+def dispatch_all_to_all(group: Group, *args: Any, **kwargs: Any) -> Any:
     def spread(value: Any) -> list[Any]:
         if not isinstance(value, PerRank):
             return replicate(group, value)
@@ -71,7 +106,7 @@ def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
     return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
 
 
-def dispatch_dp_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+def dispatch_dp_compute(group: Group, *args: Any, **kwargs: Any) -> Any:
     def spread(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
@@ -84,11 +119,11 @@ def dispatch_dp_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
     return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
 
 
-def dispatch_dp_compute_proto(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+def dispatch_dp_compute_proto(group: Group, *args: Any, **kwargs: Any) -> Any:
     return tuple(split_batch(group, v) for v in args), {k: split_batch(group, v) for k, v in kwargs.items()}
 
 
-def dispatch_dp_compute_proto_with_func(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+def dispatch_dp_compute_proto_with_func(group: Group, *args: Any, **kwargs: Any) -> Any:
     if not args or not callable(args[0]):
         raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got {args[0] if args else 'nothing'!r}")
     return dispatch_dp_compute_proto(group, *args, **kwargs)
@@ -113,7 +148,7 @@ def collect_batch(group: Any, outputs: list[Any], order: np.ndarray | None = Non
     return DataProto.concat(outputs, torch.from_numpy(order) if order is not None and has_rows else None)
 
 
-def all_ranks(group: WorkerGroup) -> list[int]:
+def all_ranks(group: Group) -> list[int]:
     return list(range(group.world_size))
 
 
@@ -123,7 +158,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
     Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are concatenated.
     """
 
-    def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Any:
         mesh = group.mesh(mesh_name)
 
         def spread(value: Any) -> list[Any]:

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.decorator import MethodSpec, check_reads, check_writes, registered_methods
@@ -82,15 +80,15 @@ class Invoker:
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
         check_reads(role, spec, [shard.data for shard in shards])
         # The method may replace columns in its batch, which is its own container, but not write into their tensors.
-        watched = [
-            (name, tensor, _version(tensor)) for shard in shards for name, tensor in shard.data.tensors().items()
-        ]
+        inputs = [(data := shard.data.select(), data.column_versions()) for shard in shards]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
         elif inspect.isgenerator(result):
             result = yield from result
-        changed = [name for name, tensor, version in watched if _version(tensor) != version]
+        changed = [
+            name for data, before in inputs for name, now in data.column_versions().items() if now != before[name]
+        ]
         if changed:
             raise ValueError(
                 f"{role}.{method} wrote in place into the input column {changed[0]!r}, which other workers share: "
@@ -109,11 +107,6 @@ class Invoker:
                 "return one row per input row, in order, or only meta_info"
             )
         return _without_padding(result, shards[0], method)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """torch's counter of in-place writes; inference tensors have none."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> DataProto:

@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
-from verl_like.protocol.wire import from_wire, unpack_meta
 
 # Turns references into values, in order; anything that is not a reference of the backend passes through.
 Fetch = Callable[[list[Any]], list[Any]]
@@ -54,8 +53,7 @@ class StoredBatch:
         rows: of the batch.
         segments: references to lists of WireTensors.
         places: where each stored column is: (number of the segment, index in its list).
-        rest: (whether there is a `batch`, further columns by name, non_tensor_batch, packed meta_info), or a reference
-            to it.
+        rest: the state of the batch (see `Batch.__getstate__`) without the stored columns, or a reference to it.
     """
 
     rows: int
@@ -65,12 +63,9 @@ class StoredBatch:
 
     def resolve(self, fetch: Fetch) -> DataProto:
         rest, *segments = fetch([self.rest, *self.segments])
-        has_batch, further, arrays, meta_info = rest
+        num_rows, further, arrays, meta_info = rest
         wires = {**further, **{name: segments[number][index] for name, (number, index) in self.places.items()}}
-        batch = None
-        if has_batch:
-            batch = TensorDict({name: from_wire(wire) for name, wire in wires.items()}, batch_size=[self.rows])
-        return DataProto(batch, arrays, unpack_meta(meta_info))
+        return DataProto.from_state(num_rows, wires, arrays, meta_info)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -85,3 +86,15 @@ class Worker:
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run func(*args, **kwargs) on rank 0."""
         return func(*args, **kwargs)
+
+
+def reserve_port() -> tuple[socket.socket, int]:
+    """A free TCP port, and the socket that keeps the system from giving it to anyone else until it is closed.
+
+    The socket is bound with SO_REUSEADDR but does not listen: a server that sets SO_REUSEADDR, as torch's TCPStore
+    does, can listen on the port meanwhile.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder, holder.getsockname()[1]

@@ -14,7 +14,7 @@ import numpy as np
 from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import MethodSpec, PerRank, check_reads, registered_methods
-from verl_like.single_controller.dispatch import CollectFn, Dispatch, all_ranks, collect_rank_zero
+from verl_like.single_controller.dispatch import CollectFn, Dispatch, Mesh, all_ranks, collect_rank_zero
 from verl_like.single_controller.shard import (
     BatchShard,
     ForwardedFuture,
@@ -30,40 +30,13 @@ class ClassWithInitArgs:
     """A worker class and the arguments its constructor gets on every rank."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        # verl passes ray.remote(WorkerClass); the class inside is what the host builds.
+        # verl passes ray.remote(WorkerClass); the class inside is what its process builds.
         metadata = getattr(cls, "__ray_metadata__", None)
         self.cls: type = cls if metadata is None else metadata.modified_class.__ray_actor_class__
         self.args, self.kwargs = args, kwargs
 
     def __call__(self) -> Any:
         return self.cls(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Which shard each rank works on, and which ranks hold the result, in row order."""
-
-    dp_ranks: list[int]
-    collect_ranks: list[int]
-
-    @property
-    def dp_size(self) -> int:
-        return len(self.collect_ranks)
-
-    @classmethod
-    def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> Mesh:
-        """Raises ValueError unless exactly one rank of every dp_rank is collected."""
-        dp_ranks = [dp_rank for dp_rank, _ in coordinates]
-        collected = {dp_rank: rank for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect}
-        num_collected = sum(is_collect for _, is_collect in coordinates)
-        if sorted(set(dp_ranks)) != sorted(collected) or num_collected != len(collected):
-            raise ValueError(
-                f"mesh {mesh_name!r} of {role}: exactly one rank of each dp_rank must be collected, "
-                f"got (dp_rank, is_collect) by rank {list(coordinates)}"
-            )
-        if sorted(collected) != list(range(len(collected))):
-            raise ValueError(f"mesh {mesh_name!r} of {role}: dp_ranks {dp_ranks} do not count up from 0 without gaps")
-        return cls(dp_ranks, [collected[dp_rank] for dp_rank in sorted(collected)])
 
 
 @dataclass(frozen=True)
@@ -87,7 +60,7 @@ class WorkerGroup(abc.ABC):
     ) -> None:
         self.role, self.world_size, self.pool, self.on_call = role, world_size, pool, on_call
         self._meshes: dict[str, Mesh] = {}
-        if worker_cls is None:  # a host of several roles, before spawn()
+        if worker_cls is None:  # several roles, before spawn()
             return
         if not issubclass(worker_cls, Worker):
             raise ValueError(f"{worker_cls.__name__} of role {role} is not a Worker: subclass Worker")

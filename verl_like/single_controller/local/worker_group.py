@@ -12,7 +12,7 @@ from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
-from verl_like.single_controller.ports import reserve_port
+from verl_like.single_controller.worker import reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 

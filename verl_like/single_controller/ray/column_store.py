@@ -10,7 +10,7 @@ import ray
 import torch
 
 from verl_like.protocol import DataProto
-from verl_like.protocol.wire import pack_meta, to_wire
+from verl_like.protocol.row_ops import write_count
 from verl_like.single_controller.ray.message import INLINE_BYTES
 from verl_like.single_controller.shard import StoredBatch
 
@@ -47,20 +47,21 @@ class ColumnStore:
             self._ray = this_ray
         tensors = data.tensors()
         stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
-        fresh = {name: to_wire(tensor) for name, tensor in tensors.items() if name not in stored}
+        unstored = data.select(batch_keys=[name for name in tensors if name not in stored])
+        num_rows, fresh, arrays, meta_info = unstored.__getstate__()
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put(list(fresh.values()))
             for index, name in enumerate(fresh):
                 stored[name] = self._remember(tensors[name], segment, index)
             fresh = {}
-        rest = (data.batch is not None, fresh, data.non_tensor_batch, pack_meta(data.meta_info))
+        rest = (num_rows, fresh, arrays, meta_info)
         segments = tuple({column.segment for column in stored.values()})
         places = {name: (segments.index(column.segment), column.index) for name, column in stored.items()}
-        return StoredBatch(len(data), segments, places, ray.put(rest) if data.non_tensor_batch else rest)
+        return StoredBatch(len(data), segments, places, ray.put(rest) if arrays else rest)
 
     def _find(self, tensor: torch.Tensor) -> _Column | None:
         column = self._columns.get(id(tensor))
-        known = column is not None and column.tensor() is tensor and column.version == _version(tensor)
+        known = column is not None and column.tensor() is tensor and column.version == write_count(tensor)
         return column if known else None
 
     def _remember(self, tensor: torch.Tensor, segment: Any, index: int) -> _Column:
@@ -71,17 +72,11 @@ class ColumnStore:
             if column is not None and column.tensor is reference:  # else the id is already another tensor's
                 del self._columns[key]
 
-        version = _version(tensor)
+        version = write_count(tensor)
         column = _Column(weakref.ref(tensor, forget), version, segment, index)
-        if version >= 0:
+        if version >= 0:  # what has no counter is not remembered
             self._columns[key] = column
         return column
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for inference tensors, which
-    have none, so they are not remembered."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 # One for all groups of a driver, which are given the same batch one after the other.

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDict
 
 from verl_like.protocol import DataProto, Part
-from verl_like.protocol.wire import WireTensor, from_wire, to_wire
+from verl_like.protocol.wire import WireTensor, to_wire
 from verl_like.single_controller.shard import BatchShard, StoredBatch
 
 INLINE_BYTES = 16 * 1024
@@ -50,8 +49,7 @@ def restore_result(flat: list[Any]) -> Any:
     if plain is None:
         return result
     rows, columns, meta_info = plain
-    tensors = {name: from_wire(wire) for name, wire in _restore_columns(columns).items()}
-    return DataProto(None if rows is None else TensorDict(tensors, batch_size=[rows]), {}, meta_info)
+    return DataProto.from_state(rows, _restore_columns(columns), {}, meta_info)
 
 
 def _flat_shard(shard: BatchShard, seen: dict[int, Any]) -> list[Any] | None:
@@ -67,18 +65,18 @@ def _flat_shard(shard: BatchShard, seen: dict[int, Any]) -> list[Any] | None:
 
 def _restore_shard(plain: list[Any]) -> BatchShard:
     (rows, columns, meta_info), index, count, read = plain
-    stored = StoredBatch(rows or 0, (), {}, (rows is not None, _restore_columns(columns), {}, meta_info))
+    stored = StoredBatch(rows or 0, (), {}, (rows, _restore_columns(columns), {}, meta_info))
     return BatchShard((Part(stored, stored),), index, count, None if read is None else tuple(read))
 
 
 def _flat_batch(stored: StoredBatch) -> list[Any] | None:
     if stored.segments or not isinstance(stored.rest, tuple):
         return None
-    has_batch, wires, arrays, meta_info = stored.rest
+    num_rows, wires, arrays, meta_info = stored.rest
     columns = _flat_columns(wires)
     if columns is None or arrays or not _is_plain(meta_info):
         return None
-    return [stored.rows if has_batch else None, columns, meta_info]
+    return [num_rows, columns, meta_info]
 
 
 def _flat_columns(wires: Mapping[str, WireTensor]) -> list[list[Any]] | None:

@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from verl_like.protocol import Part
 from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
-from verl_like.single_controller.ray.host import fetch
-from verl_like.single_controller.ray.hosts import READY_S
+from verl_like.single_controller.ray.process_handles import READY_S
+from verl_like.single_controller.ray.worker_process import fetch
 
 if TYPE_CHECKING:
     from verl_like.single_controller.ray.worker_group import RayWorkerGroup
@@ -38,7 +38,7 @@ class RayStream:
         deadline = time.monotonic() + timeout
         if self._error is not None:
             raise self._error
-        group.hosts.wait_until_started(timeout)
+        group.processes.wait_until_started(timeout)
         while self._running:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -72,7 +72,7 @@ class RayStream:
         references = [generator.completed() for generator in self.generators]
         references[rank] = reference
         try:
-            self.group.hosts.wait(references, self.group.role, self.method, READY_S)
+            self.group.processes.wait(references, self.group.role, self.method, READY_S)
         except (WorkerError, WorkerDied) as error:
             self._error = error
         assert self._error is not None

@@ -15,11 +15,11 @@ from verl_like.protocol import DataProto, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
-from verl_like.single_controller.ray.host import fetch
-from verl_like.single_controller.ray.hosts import READY_S, START_DEADLINE_S, RayHosts
 from verl_like.single_controller.ray.message import flatten_arguments, restore_result
+from verl_like.single_controller.ray.process_handles import READY_S, START_DEADLINE_S, ProcessHandles
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.ray.stream import RayStream
+from verl_like.single_controller.ray.worker_process import fetch
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class RayWorkerGroup(WorkerGroup):
         else:
             classes, worker_cls = {role: ray_cls_with_init}, ray_cls_with_init.cls
         self._attach(
-            RayHosts.create(role, resource_pool, classes, name_prefix, detached, worker_env or {}),
+            ProcessHandles.create(role, resource_pool, classes, name_prefix, detached, worker_env or {}),
             {name: class_with_args.cls for name, class_with_args in classes.items()},
             worker_cls,
             role,
@@ -89,16 +89,16 @@ class RayWorkerGroup(WorkerGroup):
 
     def _attach(
         self,
-        hosts: RayHosts,
+        processes: ProcessHandles,
         classes: dict[str, type],
         worker_cls: type | None,
         role: str,
         deadline_s: float,
         on_call: Callable[[CallEvent], None] | None,
     ) -> None:
-        self.hosts, self._classes, self.deadline_s = hosts, classes, deadline_s
+        self.processes, self._classes, self.deadline_s = processes, classes, deadline_s
         self._unreported: list[_SubmittedCall] = []
-        super().__init__(worker_cls, role, len(hosts.actors), hosts.pool, on_call)
+        super().__init__(worker_cls, role, len(processes.actors), processes.pool, on_call)
 
     @classmethod
     def from_detached(
@@ -125,11 +125,11 @@ class RayWorkerGroup(WorkerGroup):
         if role not in classes:
             raise ValueError(f"these workers hold the roles {sorted(classes)}: say which with role=..., got {role!r}")
         started = [actor.info.remote() for actor in actors]
-        hosts = RayHosts(
+        processes = ProcessHandles(
             role, "detached", actors, list(worker_names or [f"{role}_{rank}" for rank in range(len(actors))]), started
         )
         group = cls.__new__(cls)
-        group._attach(hosts, classes, classes[role], role, deadline_s, on_call)
+        group._attach(processes, classes, classes[role], role, deadline_s, on_call)
         return group
 
     def spawn(self, roles: Sequence[str]) -> dict[str, RayWorkerGroup]:
@@ -140,26 +140,28 @@ class RayWorkerGroup(WorkerGroup):
         groups = {}
         for role in roles:
             groups[role] = RayWorkerGroup.__new__(RayWorkerGroup)
-            groups[role]._attach(self.hosts, self._classes, self._classes[role], role, self.deadline_s, self.on_call)
+            groups[role]._attach(
+                self.processes, self._classes, self._classes[role], role, self.deadline_s, self.on_call
+            )
         return groups
 
     @property
     def workers(self) -> list[Any]:
         """The actor handles, by rank."""
-        return self.hosts.actors
+        return self.processes.actors
 
     @property
     def worker_names(self) -> list[str]:
-        return self.hosts.names
+        return self.processes.names
 
     @property
     def worker_pids(self) -> list[int]:
-        return [info.pid for info in self.hosts.wait_until_started()]
+        return [info.pid for info in self.processes.wait_until_started()]
 
     @property
     def worker_nodes(self) -> list[str]:
         """Addresses of the nodes, by rank."""
-        return [info.node for info in self.hosts.wait_until_started()]
+        return [info.node for info in self.processes.wait_until_started()]
 
     @property
     def master_address(self) -> str:
@@ -170,7 +172,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._master()[1]
 
     def _master(self) -> tuple[str, int]:
-        return self.hosts.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
+        return self.processes.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
 
     def put(self, data: DataProto) -> Part:
         stored = COLUMN_STORE.put(data)
@@ -183,7 +185,7 @@ class RayWorkerGroup(WorkerGroup):
         collect_ranks: list[int],
         waited_for: bool,
     ) -> PendingCall:
-        self.hosts.check_running()
+        self.processes.check_running()
         seen: dict[int, Any] = {}
         ranks = [
             (
@@ -243,7 +245,7 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the processes, which colocated roles share, and give the pool's slot back."""
         self.report_finished_calls()
-        self.hosts.stop(RuntimeError(f"the worker group {self.role} was shut down"))
+        self.processes.stop(RuntimeError(f"the worker group {self.role} was shut down"))
 
 
 @dataclass
@@ -274,12 +276,12 @@ class RayCall:
     def wait(self, timeout: float | None) -> list[Any]:
         timeout = self.group.deadline_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        hosts, role, method = self.group.hosts, self.group.role, self.submitted.method
+        processes, role, method = self.group.processes, self.group.role, self.submitted.method
         self.submitted.waited_for = True
-        hosts.wait_until_started(timeout)  # a failed start is the first thing to report
+        processes.wait_until_started(timeout)  # a failed start is the first thing to report
         collected = [self.payloads[rank] for rank in self.collect_ranks] if self.payloads is not None else []
         try:
-            values = hosts.wait(self.headers, role, method, deadline - time.monotonic(), collected)
+            values = processes.wait(self.headers, role, method, deadline - time.monotonic(), collected)
         except RayError as error:
             raise RuntimeError(f"{role}.{method} finished, but its results were lost: {error}") from error
         num_ranks = len(self.headers)

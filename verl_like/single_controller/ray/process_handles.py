@@ -15,8 +15,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
-from verl_like.single_controller.ray.host import HostInfo, WorkerHost
 from verl_like.single_controller.ray.resource_pool import Bundle, RayResourcePool
+from verl_like.single_controller.ray.worker_process import ProcessInfo, WorkerProcess
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 START_DEADLINE_S = 300.0  # process start, imports and constructors; models are loaded in init_model
@@ -28,15 +28,15 @@ _LOG_LINES = 20
 _SYSTEM_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_LIKE_DEVICE")
 
 
-class RayHosts:
-    """One actor per rank. Roles that are colocated share a RayHosts."""
+class ProcessHandles:
+    """The Ray actors of a pool, one per rank; colocated roles share them."""
 
     def __init__(
         self, role: str, pool: str, actors: Sequence[Any], names: Sequence[str], started: Sequence[Any]
     ) -> None:
         self.role, self.pool, self.actors, self.names = role, pool, list(actors), list(names)
-        self._started = list(started)  # references to HostInfo
-        self._infos: list[HostInfo] | None = None
+        self._started = list(started)  # references to ProcessInfo
+        self._infos: list[ProcessInfo] | None = None
         self._stopped: Exception | None = None  # why the actors are gone
         self._taken: tuple[RayResourcePool, list[Bundle]] | None = None
 
@@ -49,7 +49,7 @@ class RayHosts:
         name_prefix: str | None,
         detached: bool,
         worker_env: dict[str, str],
-    ) -> RayHosts:
+    ) -> ProcessHandles:
         """Start the actors and their workers without waiting for them."""
         clash = sorted(set(worker_env) & set(_SYSTEM_ENV))
         if clash:
@@ -60,7 +60,7 @@ class RayHosts:
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
         names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
         threads = _threads_per_rank(bundles)
-        host_class = ray.remote(WorkerHost)
+        process_class = ray.remote(WorkerProcess)
         actors: list[Any] = []
         for rank, (group, index) in enumerate(bundles):
             env = {
@@ -80,13 +80,13 @@ class RayHosts:
                 "runtime_env": {"env_vars": env},
                 "lifetime": "detached" if detached else None,
             }
-            actors.append(host_class.options(**options).remote())
+            actors.append(process_class.options(**options).remote())
         master = actors[0].reserve_master.remote()
-        hosts = cls(role, pool.name, actors, names, [actor.start.remote(master, classes) for actor in actors])
-        hosts._taken = (pool, bundles)
-        return hosts
+        processes = cls(role, pool.name, actors, names, [actor.start.remote(master, classes) for actor in actors])
+        processes._taken = (pool, bundles)
+        return processes
 
-    def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[HostInfo]:
+    def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
         """Where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
             self._infos = self.wait(self._started, self.role, "__init__", min(timeout, START_DEADLINE_S))
@@ -176,7 +176,7 @@ class RayHosts:
         reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
         return WorkerDied(role, rank, info.node, info.pid, method, f"{reason}\n{_last_log_lines(info)}")
 
-    def _info(self, rank: int) -> HostInfo:
+    def _info(self, rank: int) -> ProcessInfo:
         """Where a rank runs, or ran, as far as it is known."""
         if self._infos is not None:
             return self._infos[rank]
@@ -184,7 +184,7 @@ class RayHosts:
         try:
             return ray.get(ready[0], timeout=READY_S)
         except (RayError, IndexError):  # it failed while starting
-            return HostInfo(0, "unknown", "", "")
+            return ProcessInfo(0, "unknown", "", "")
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
@@ -199,7 +199,7 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     return [max(1, cores[node] // nodes.count(node)) for node in nodes]
 
 
-def _last_log_lines(info: HostInfo) -> str:
+def _last_log_lines(info: ProcessInfo) -> str:
     if not info.pid:
         return "(its process had not reported where it runs; see Ray's session log directory)"
     pattern = f"worker-*-{info.pid}.err"

@@ -1,4 +1,4 @@
-"""What runs in a reward worker process: load the function once, then score one sample at a time.
+"""What runs in a reward process: load the function once, then score one sample at a time.
 
 Every answer crosses to the driver as JSON text, errors included: no object of the user's code is unpickled there.
 """
@@ -32,7 +32,7 @@ _user_file: str | None = None  # the file of the user's function, None for the r
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:
-    """The life of a worker process: loads the function that it is told first, then scores what comes, one by one.
+    """The life of a reward process: loads the function that it is told first, then scores what comes, one by one.
 
     It says whether the function could be loaded, and of each sample that it begins, and then the answer.
     """

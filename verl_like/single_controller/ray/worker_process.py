@@ -16,9 +16,8 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
-from verl_like.single_controller.ports import reserve_port
 from verl_like.single_controller.ray.message import flatten_result, restore_arguments
-from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 # [role, method, args, kwargs, deadline in seconds], with arguments as by `flatten_arguments`: one list, for Ray packs
@@ -27,8 +26,8 @@ Message = list[Any]
 
 
 @dataclass(frozen=True)
-class HostInfo:
-    """Where a host's process is and where Ray writes its log."""
+class ProcessInfo:
+    """Where a worker process is and where Ray writes its log."""
 
     pid: int
     node: str
@@ -36,7 +35,7 @@ class HostInfo:
     logs_dir: str
 
 
-class WorkerHost:
+class WorkerProcess:
     """Runs one method at a time, in the order of submission."""
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class WorkerHost:
         self.port_socket, port = reserve_port()
         return self.node, port
 
-    def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> HostInfo:
+    def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
         """Make the workers, once the group's master address is known."""
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
         type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"  # what Ray shows in `ps` between calls
@@ -66,10 +65,10 @@ class WorkerHost:
                 raise self.start_error from error
         return self.info()
 
-    def info(self) -> HostInfo:
+    def info(self) -> ProcessInfo:
         ray_node: Any = ray._private.worker._global_node
         logs_dir = ray_node.get_logs_dir_path()
-        return HostInfo(os.getpid(), self.node, ray.get_runtime_context().get_node_id(), logs_dir)
+        return ProcessInfo(os.getpid(), self.node, ray.get_runtime_context().get_node_id(), logs_dir)
 
     def master(self) -> tuple[str, int]:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

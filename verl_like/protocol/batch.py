@@ -1,0 +1,168 @@
+"""What a batch is made of: its columns, how they are checked, compared and described, pickled and written to a file."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from verl_like.protocol.row_ops import check_tensor_column, deep_equal, is_jagged, jagged_parts, map_leaves, write_count
+from verl_like.protocol.wire import WireTensor, from_wire, read_file, to_wire, write_file
+
+
+@dataclass(eq=False, repr=False)
+class Batch:
+    """The columns of some rows: tensors in `batch` (one batch dimension), objects in `non_tensor_batch`, and
+    `meta_info`, which is about the batch and not about a row.
+
+    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Containers are never shared between two
+    batches; columns are values: replace them (`data.batch["x"] = ...`), never write into them.
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+        self.batch = None if self.batch is None else self.batch.copy()
+        self.non_tensor_batch = dict(self.non_tensor_batch)
+        self.meta_info = map_leaves(lambda leaf: leaf, self.meta_info)
+
+    def check_consistency(self) -> None:
+        """Raise ValueError unless every column has the same number of rows and a supported type."""
+        if self.batch is not None:
+            if not isinstance(self.batch, TensorDict):
+                raise ValueError(
+                    f"DataProto.batch is a {type(self.batch).__name__}, not a TensorDict; use DataProto.from_dict."
+                )
+            if len(self.batch.batch_size) != 1:
+                raise ValueError(
+                    f"DataProto.batch has batch_size {tuple(self.batch.batch_size)}; it must have one batch dimension."
+                )
+        if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
+            raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
+        for name, tensor in self.tensors().items():
+            check_tensor_column(f"DataProto.batch[{name!r}]", tensor)
+        for name, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray) or array.ndim == 0:
+                raise ValueError(
+                    f"DataProto.non_tensor_batch[{name!r}] is a {type(array).__name__}, not an array with rows; "
+                    "use DataProto.from_dict(non_tensors=...), which converts lists."
+                )
+        wrong = {name: array.shape[0] for name, array in self.non_tensor_batch.items() if array.shape[0] != len(self)}
+        if wrong:
+            raise ValueError(
+                f"DataProto has {len(self)} rows but non_tensor_batch has columns with another number: {wrong}; "
+                "every column must have the same number of rows."
+            )
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
+
+    def __repr__(self) -> str:
+        return self.get_data_info()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor columns by name, as a new dict; empty if there is no `batch`."""
+        return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
+
+    def columns(self) -> dict[str, Any]:
+        """Tensor columns and arrays by name, as a new dict."""
+        return {**self.tensors(), **self.non_tensor_batch}
+
+    def with_columns(
+        self,
+        num_rows: int,
+        tensors: Mapping[str, torch.Tensor],
+        arrays: dict[str, np.ndarray],
+        meta_info: dict[str, Any],
+    ) -> Self:
+        """A batch of these columns on the device of this one; without `batch` where this one has none."""
+        batch = None
+        if self.batch is not None:
+            batch = TensorDict(dict(tensors), batch_size=[num_rows], device=self.batch.device)
+        return type(self)(batch, arrays, meta_info)
+
+    def map_columns(self, num_rows: int, operation: Callable[[Any], Any]) -> Self:
+        """The same columns and meta_info with `operation` done on every column, which then has `num_rows` rows."""
+        self.check_consistency()  # the containers are open: a column of another length may have been put in
+        tensors, arrays = (
+            {name: operation(column) for name, column in columns.items()}
+            for columns in (self.tensors(), self.non_tensor_batch)
+        )
+        return self.with_columns(num_rows, tensors, arrays, self.meta_info)
+
+    def equal(self, other: "Batch") -> bool:
+        """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the order of columns."""
+        return (
+            len(self) == len(other)
+            and deep_equal(self.tensors(), other.tensors())
+            and deep_equal(self.non_tensor_batch, other.non_tensor_batch)
+            and deep_equal(self.meta_info, other.meta_info)
+        )
+
+    def column_versions(self) -> dict[str, int]:
+        """The `write_count` of each tensor column: a column was written into in place if its count has changed."""
+        return {name: write_count(tensor) for name, tensor in self.tensors().items()}
+
+    def get_data_info(self) -> str:
+        """What the batch holds, for people: one line per column with shape, dtype and size."""
+        lines = [f"DataProto: {len(self)} rows"]
+        total = 0
+        for name, tensor in self.tensors().items():
+            size = (jagged_parts(tensor)[0] if is_jagged(tensor) else tensor).nbytes
+            total += size
+            lines.append(f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, {size / 2**20:.2f} MiB")
+        for name, array in self.non_tensor_batch.items():
+            total += array.nbytes
+            lines.append(f"  {name}: {array.shape} array of {array.dtype}")
+        lines += [f"  meta_info[{name!r}]: {type(value).__name__}" for name, value in self.meta_info.items()]
+        lines[0] += f", {total / 2**20:.2f} MiB"
+        return "\n".join(lines)
+
+    def __getstate__(self) -> tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]:
+        """(number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info). Tensors are views in NumPy
+        arrays, which pickle protocol 5 hands over out of band, without a copy."""
+        self.check_consistency()
+        meta_info = map_leaves(lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info)
+        tensors = {name: to_wire(tensor) for name, tensor in self.tensors().items()}
+        return None if self.batch is None else len(self), tensors, dict(self.non_tensor_batch), meta_info
+
+    def __setstate__(
+        self, state: tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]
+    ) -> None:
+        """Tensors on the CPU, wherever they were. On shared memory they are read-only by agreement."""
+        num_rows, tensors, self.non_tensor_batch, meta_info = state
+        self.batch = None
+        if num_rows is not None:
+            columns = {name: from_wire(tensor) for name, tensor in tensors.items()}
+            self.batch = TensorDict(columns, batch_size=[num_rows])
+        self.meta_info = map_leaves(lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info)
+
+    @classmethod
+    def from_state(cls, *state: Any) -> Self:
+        """The batch whose `__getstate__` this is."""
+        data = cls.__new__(cls)
+        data.__setstate__(state)
+        return data
+
+    def save_to_disk(self, path: str | os.PathLike[str]) -> None:
+        """One safetensors file that holds everything; never pickle. Raises ValueError naming a value of an unknown
+        type."""
+        self.check_consistency()
+        num_rows = None if self.batch is None else len(self)
+        columns = {"batch": self.tensors(), "non_tensor_batch": self.non_tensor_batch}
+        write_file(path, {"rows": num_rows, **columns, "meta_info": self.meta_info})
+
+    @classmethod
+    def load_from_disk(cls, path: str | os.PathLike[str]) -> Self:
+        """A batch written by `save_to_disk`, on the CPU."""
+        contents = read_file(path)
+        batch = None if contents["rows"] is None else TensorDict(contents["batch"], batch_size=[contents["rows"]])
+        return cls(batch, contents["non_tensor_batch"], contents["meta_info"])
