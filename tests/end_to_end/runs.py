@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from documented_metrics import undocumented
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -47,5 +48,7 @@ SPLIT = [
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl of the latest run in `folder`."""
-    return [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    """The rows of metrics.jsonl of the latest run in `folder`, all of whose metrics docs/metrics.md describes."""
+    rows = [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    assert not undocumented({name for row in rows for name in row} - {"step"})
+    return rows
