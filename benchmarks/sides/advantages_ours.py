@@ -1,17 +1,13 @@
 """verl_like's side of `advantages`."""
 
-from functools import partial
+from types import SimpleNamespace
 
 import torch
 
 from benchmarks.sides.advantages_work import GAMMA, LAM, data, serve_maths
-from verl_like.algorithms import (
-    ClipRange,
-    agg_loss,
-    compute_gae_advantage_return,
-    compute_grpo_outcome_advantage,
-    compute_policy_loss,
-)
+from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
+from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
+from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 
 
 def gae() -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,9 +19,10 @@ def grpo() -> torch.Tensor:
 
 
 def loss(log_prob: torch.Tensor) -> torch.Tensor:
-    aggregate = partial(agg_loss, loss_agg_mode="token-mean", num_tokens=int(data["mask"].sum()), num_sequences=1)
+    counts = {"batch_num_tokens": int(data["mask"].sum()), "global_batch_size": 1}
+    config = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, global_batch_info=counts)
     columns = data["old_log_prob"], log_prob, data["advantages"], data["mask"]
-    return compute_policy_loss(*columns, clip=ClipRange(0.2, 0.2, 3.0), aggregate=aggregate)[0]
+    return compute_policy_loss_vanilla(*columns, "token-mean", config)[0]
 
 
 if __name__ == "__main__":

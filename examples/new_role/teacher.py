@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from verl_like.algorithms import masked_mean, on_last_token
+from verl_like.algorithms.masked import masked_mean, on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.trainer.config.schema import PPOConfig

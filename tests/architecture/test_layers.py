@@ -4,7 +4,16 @@ import ast
 
 from source_tree import PACKAGE, parse, python_files, relative
 
-LAYER = {"protocol": 0, "single_controller": 1, "algorithms": 1, "rewards": 1, "data": 1, "workers": 2, "trainer": 3}
+LAYER = {
+    "config_model": 0,
+    "protocol": 0,
+    "single_controller": 1,
+    "algorithms": 1,
+    "rewards": 1,
+    "data": 1,
+    "workers": 2,
+    "trainer": 3,
+}
 # Optional packages, each imported inside a function of the files that wrap it.
 OPTIONAL = {
     "vllm": {"workers/rollout/vllm_engine.py"},

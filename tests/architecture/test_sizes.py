@@ -10,7 +10,7 @@ WALK_FROM_MAIN_TO_LOSS = [
     "verl_like/trainer/ppo_trainer.py",
     "verl_like/workers/actor_rollout_ref.py",
     "verl_like/workers/engine/mini_batches.py",
-    "verl_like/algorithms/policy_loss.py",
+    "verl_like/algorithms/policy_losses/vanilla.py",
 ]
 
 
@@ -58,4 +58,4 @@ def test_the_walk_is_connected_by_imports_or_role_names():
     assert "from verl_like.trainer.ppo_trainer import" in run
     assert "update_actor" in trainer and "def update_actor" in worker
     assert "from verl_like.workers.engine.mini_batches import" in worker and "def update(" in mini_batches
-    assert "get_policy_loss_fn" in worker and "def get_policy_loss_fn" in loss
+    assert "from verl_like.algorithms.policy_losses import" in worker and "@register_policy_loss" in loss

@@ -11,7 +11,8 @@ from runs import SPLIT, tiny_run_settings
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.algorithms import advantages, policy_loss
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.trainer import run_ppo
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import check_inputs, check_pools_fit_this_machine
@@ -19,18 +20,20 @@ from verl_like.workers.config import TrainedModelConfig
 from verl_like.workers.models.pretrained import load_tokenizer
 
 OWN_ALGORITHMS = """
-from verl_like.algorithms import register_adv_est, register_policy_loss
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.policy_losses import register_policy_loss
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 
 @register_adv_est("own_estimator")
-def estimate(inputs):
-    return inputs.token_level_rewards, inputs.token_level_rewards
+def estimate(token_level_rewards):
+    return token_level_rewards, token_level_rewards
 
 
 @register_policy_loss("own_loss")
-def loss(old_log_prob, log_prob, advantages, response_mask, *, clip, aggregate):
-    return aggregate(-advantages * log_prob, response_mask), {}
+def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
 
 class OwnActor(ActorRolloutRefWorker):
@@ -43,8 +46,8 @@ def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
 ):
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHMS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
-    monkeypatch.setattr(policy_loss, "POLICY_LOSSES", dict(policy_loss.POLICY_LOSSES))
+    for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
+        monkeypatch.setattr(registry, "functions", dict(registry.functions))
     own = [
         "worker_classes.actor=own_algorithms.OwnActor",
         "algorithm.adv_estimator=own_estimator",

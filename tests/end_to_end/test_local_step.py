@@ -135,7 +135,7 @@ def test_validation_counts_what_it_could_not_score_as_0_and_says_how_much_that_w
 
 OWN_ROLE = """
 import torch
-from verl_like.algorithms import on_last_token
+from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker

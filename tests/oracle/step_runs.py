@@ -23,7 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from verl_like.algorithms.policy_loss import compute_policy_loss, register_policy_loss
+from verl_like.algorithms.policy_losses import register_policy_loss
+from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl_like.protocol import DataProto
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -52,8 +53,16 @@ ARCHITECTURES = {
 
 
 @register_policy_loss("twice")
-def twice_the_policy_loss(*columns: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss, told = compute_policy_loss(*columns, **settings)
+def twice_the_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    columns = old_log_prob, log_prob, advantages, response_mask
+    loss, told = compute_policy_loss_vanilla(*columns, loss_agg_mode, config)
     return 2 * loss, told
 
 

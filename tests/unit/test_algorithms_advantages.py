@@ -6,14 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_like.algorithms import (
-    AdvantageInputs,
-    compute_gae_advantage_return,
-    compute_grpo_outcome_advantage,
+from verl_like.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    estimate_advantages,
     get_adv_estimator_fn,
     register_adv_est,
 )
-from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, discounted_sums
+from verl_like.algorithms.advantages.gae import compute_gae_advantage_return, gae_recurrence
+from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
+from verl_like.algorithms.discounted_sums import discounted_sums, gae_in_blocks
 
 NAN, INF = float("nan"), float("inf")
 
@@ -242,7 +243,7 @@ def test_grpo_matches_the_numpy_reference_on_shuffled_groups_of_all_kinds(norm):
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def inputs_of(**changes):
+def estimate(name, **changes):
     fields = {
         "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 3.0]]),
         "response_mask": torch.ones(2, 2, dtype=torch.long),
@@ -252,45 +253,67 @@ def inputs_of(**changes):
         "lam": 1.0,
         "norm_adv_by_std_in_grpo": False,
     }
-    return AdvantageInputs(**(fields | changes))
+    return estimate_advantages(get_adv_estimator_fn(name), fields | changes)
 
 
 def test_registered_estimators_run_the_named_functions_with_the_given_settings():
-    advantages, _ = get_adv_estimator_fn("grpo")(inputs_of())
+    advantages, _ = estimate("grpo")
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
-    _, returns = get_adv_estimator_fn("gae")(inputs_of(gamma=0.5))
+    _, returns = estimate("gae", gamma=0.5)
     torch.testing.assert_close(returns, torch.tensor([[0.5, 1.0], [1.5, 3.0]]))
 
 
 def test_estimators_say_which_input_is_missing():
-    with pytest.raises(ValueError, match=r"'gae' needs values.*critic"):
-        get_adv_estimator_fn("gae")(inputs_of(values=None))
-    with pytest.raises(ValueError, match="'grpo' needs index"):
-        get_adv_estimator_fn("grpo")(inputs_of(index=None))
+    with pytest.raises(ValueError, match="compute_gae_advantage_return needs values"):
+        estimate("gae", values=None)
+    with pytest.raises(ValueError, match="compute_grpo_outcome_advantage needs index"):
+        estimate("grpo", index=None)
 
 
 def test_inputs_of_unequal_shapes_are_refused_by_name():
     with pytest.raises(ValueError, match=r"response_mask has shape \(2, 1\)"):
-        inputs_of(response_mask=torch.ones(2, 1))
+        estimate("grpo", response_mask=torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"values has shape \(1, 2\)"):
-        inputs_of(values=torch.ones(1, 2))
+        estimate("gae", values=torch.ones(1, 2))
     with pytest.raises(ValueError, match="index has 3 entries for 2 rows"):
-        inputs_of(index=np.array(["a", "a", "b"], dtype=object))
+        estimate("grpo", index=np.array(["a", "a", "b"], dtype=object))
 
 
 def test_an_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown advantage estimator 'gea': known are gae, grpo"):
+    with pytest.raises(ValueError, match=r"unknown advantage estimator 'gea'; did you mean gae\?: known are .*grpo"):
         get_adv_estimator_fn("gea")
 
 
-def test_a_user_estimator_is_found_by_name_and_a_taken_name_is_refused(monkeypatch):
+def test_an_estimator_of_a_plugin_is_found_by_name_and_a_taken_name_is_refused(monkeypatch):
     # The copy keeps the library's own registry as it is.
-    monkeypatch.setattr("verl_like.algorithms.advantages.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "functions", dict(ADVANTAGE_ESTIMATORS.functions))
 
     @register_adv_est("raw_reward")
-    def raw_reward(inputs):
-        return inputs.token_level_rewards, inputs.token_level_rewards
+    def raw_reward(token_level_rewards):
+        return token_level_rewards, token_level_rewards
 
     assert get_adv_estimator_fn("raw_reward") is raw_reward
-    with pytest.raises(ValueError, match="'raw_reward' is already registered"):
-        register_adv_est("raw_reward")(raw_reward)
+    for taken in ("raw_reward", "grpo"):
+        with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
+            register_adv_est(taken)(raw_reward)
+
+
+def test_a_required_parameter_that_nobody_provides_is_refused_where_it_is_registered():
+    def needs_vaules(token_level_rewards, vaules):
+        return token_level_rewards, vaules
+
+    with pytest.raises(ValueError, match=r"requires the parameter 'vaules'.*did you mean values"):
+        register_adv_est("needs_vaules")(needs_vaules)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
+def test_the_kernel_of_gae_equals_its_recurrence(gamma, lam):
+    generator = torch.Generator().manual_seed(2)
+    rewards, values = (torch.randn(5, 150, generator=generator, dtype=torch.float64) for _ in range(2))
+    valid = torch.rand(5, 150, generator=generator) < 0.8
+    valid[0] = False
+    rewards[:, 3] = torch.where(valid[:, 3], rewards[:, 3], NAN)
+    of_kernel = gae_in_blocks(rewards, values, valid, gamma, lam)
+    for fast, defined in zip(of_kernel, gae_recurrence(rewards, values, valid, gamma, lam), strict=True):
+        torch.testing.assert_close(fast, defined, rtol=1e-12, atol=1e-12)
+        assert defined.abs().sum() > 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms import (
+from verl_like.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveKLController,
     FixedKLController,

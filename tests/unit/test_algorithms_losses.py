@@ -3,37 +3,46 @@
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms import (
-    LOSS_AGG_MODES,
-    ClipRange,
-    agg_loss,
-    compute_entropy_loss,
-    compute_policy_loss,
-    compute_value_loss,
-    entropy_from_logits,
-    get_policy_loss_fn,
-    register_policy_loss,
-)
-from verl_like.algorithms.policy_loss import POLICY_LOSSES
+from verl_like.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
+from verl_like.algorithms.entropy_loss import compute_entropy_loss, entropy_from_logits
+from verl_like.algorithms.masked import masked_sum
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn, register_policy_loss
+from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
+from verl_like.algorithms.value_loss import compute_value_loss
 
 NAN, INF = float("nan"), float("inf")
-CLIP = ClipRange(low=0.2, high=0.2, c=3.0)
+
+
+def counts_of(mask, scale=None):
+    """The counts of `mask`, taken as the whole mini-batch."""
+    return {
+        "dp_size": 1,
+        "batch_num_tokens": float(mask.sum()),
+        "global_batch_size": float(mask.bool().any(dim=-1).sum()),
+        "loss_scale_factor": scale,
+    }
 
 
 def aggregate_over(mask, mode="token-mean", scale=None):
-    """`agg_loss` bound to the counts of `mask`, taken as the whole mini-batch."""
-    return partial(
-        agg_loss,
-        loss_agg_mode=mode,
-        num_tokens=float(mask.sum()),
-        num_sequences=float(mask.bool().any(dim=-1).sum()),
-        loss_scale_factor=scale,
+    return partial(agg_loss, loss_agg_mode=mode, **counts_of(mask, scale))
+
+
+def compute_policy_loss(
+    old, log_prob, advantages, mask, low=0.2, high=0.2, c=3.0, mode="token-mean", counts=None, weights=None
+):
+    """The vanilla loss, and its metrics as sums over the selected tokens."""
+    config = SimpleNamespace(
+        clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c, global_batch_info=counts or counts_of(mask)
     )
+    loss, metrics = compute_policy_loss_vanilla(old, log_prob, advantages, mask, mode, config, weights)
+    assert all(value.shape == mask.shape and not value.requires_grad for value in metrics.values())
+    return loss, {name: masked_sum(value.float(), mask) for name, value in metrics.items()}
 
 
 def random_mask(generator, rows, length):
@@ -71,9 +80,7 @@ def test_policy_loss_equals_the_hand_derived_numbers_in_each_branch():
     advantages = torch.tensor([[2.0, 2.0, -2.0, -2.0, -2.0]])
     expected = [-2.2, -2.4, 4.0, 1.6, 6.0]
     mask = torch.ones(1, 5, dtype=torch.long)
-    loss, metrics = compute_policy_loss(
-        torch.zeros(1, 5), ratios.log(), advantages, mask, clip=CLIP, aggregate=aggregate_over(mask)
-    )
+    loss, metrics = compute_policy_loss(torch.zeros(1, 5), ratios.log(), advantages, mask)
     assert loss.item() == pytest.approx(sum(expected) / 5, rel=1e-6)
     assert metrics["actor/pg_clipfrac"] == 2
     assert metrics["actor/pg_clipfrac_lower"] == 1
@@ -89,8 +96,9 @@ def test_policy_loss_clips_asymmetrically():
         log_prob,
         torch.tensor([[1.0, -1.0]]),
         mask,
-        clip=ClipRange(low=0.1, high=0.28, c=3.0),
-        aggregate=aggregate_over(mask, "token-sum"),
+        low=0.1,
+        high=0.28,
+        mode="token-sum",
     )
     assert loss.item() == pytest.approx(-1.28 + 0.9, rel=1e-6)
 
@@ -99,10 +107,9 @@ def test_policy_loss_matches_the_branching_reference_and_its_gradient_is_right()
     generator = torch.Generator().manual_seed(0)
     old, new, advantages = (torch.randn(5, 9, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = random_mask(generator, 5, 9)
-    clip = ClipRange(low=0.2, high=0.3, c=2.0)
 
     def loss_of(log_prob):
-        return compute_policy_loss(old, log_prob, advantages, mask, clip=clip, aggregate=aggregate_over(mask))
+        return compute_policy_loss(old, log_prob, advantages, mask, low=0.2, high=0.3, c=2.0)
 
     loss, metrics = loss_of(new)
     expected, expected_metrics = policy_loss_reference(
@@ -118,9 +125,7 @@ def test_policy_gradient_on_policy_is_minus_the_advantage_over_the_token_count()
     log_prob = torch.zeros(1, 4, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 0]])
     advantages = torch.tensor([[1.0, -2.0, 0.5, 7.0]])
-    loss, _ = compute_policy_loss(
-        torch.zeros(1, 4), log_prob, advantages, mask, clip=CLIP, aggregate=aggregate_over(mask)
-    )
+    loss, _ = compute_policy_loss(torch.zeros(1, 4), log_prob, advantages, mask)
     loss.backward()
     torch.testing.assert_close(log_prob.grad, torch.tensor([[-1 / 3, 2 / 3, -0.5 / 3, 0.0]]))
 
@@ -133,8 +138,7 @@ def test_policy_loss_survives_a_ratio_beyond_floating_point():
         log_prob,
         torch.tensor([[1.0, -1.0]]),
         mask,
-        clip=CLIP,
-        aggregate=aggregate_over(mask, "token-sum"),
+        mode="token-sum",
     )
     loss.backward()
     assert loss.item() == pytest.approx(-1.2 + 3.0, rel=1e-6)
@@ -148,7 +152,7 @@ def test_garbage_at_masked_positions_reaches_neither_losses_nor_gradients(garbag
     dirty = torch.where(mask.bool(), clean, garbage)
 
     def policy(x, other):
-        return compute_policy_loss(0.5 * x.detach(), x, other, mask, clip=CLIP, aggregate=aggregate_over(mask))
+        return compute_policy_loss(0.5 * x.detach(), x, other, mask)
 
     def value(x, other):
         return compute_value_loss(x, other, other, mask, 0.5, aggregate=aggregate_over(mask))
@@ -235,12 +239,10 @@ def test_micro_batches_sum_to_the_full_mini_batch_in_loss_and_gradient(mode, siz
     generator = torch.Generator().manual_seed(7)
     old, new, advantages = (torch.randn(12, 11, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = random_mask(generator, 12, 11)
-    aggregate = aggregate_over(mask, mode, scale=11.0)
+    counts = counts_of(mask, scale=11.0)
 
     def loss_of(rows, log_prob):
-        return compute_policy_loss(
-            old[rows], log_prob[rows], advantages[rows], mask[rows], clip=CLIP, aggregate=aggregate
-        )
+        return compute_policy_loss(old[rows], log_prob[rows], advantages[rows], mask[rows], mode=mode, counts=counts)
 
     whole = new.clone().requires_grad_()
     full_loss, full_metrics = loss_of(slice(0, 12), whole)
@@ -270,31 +272,47 @@ def test_a_mini_batch_without_tokens_has_zero_loss_and_zero_gradient(mode):
 
 
 def test_a_zero_count_with_selected_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"divides by 0\.0 \(num_tokens=0\.0"):
-        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token-mean", num_tokens=0.0, num_sequences=1.0)
+    with pytest.raises(ValueError, match=r"divides by 0\.0 \(batch_num_tokens=0\.0"):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token-mean", batch_num_tokens=0.0, global_batch_size=1.0)
 
 
 def test_an_unknown_aggregation_mode_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'mean'.*token-mean, token-sum"):
-        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "mean", num_tokens=1.0, num_sequences=1.0)
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "mean")
 
 
-@pytest.mark.parametrize(("low", "high", "c"), [(-0.1, 0.2, 3.0), (0.2, -0.1, 3.0), (0.2, 0.2, 1.0), (NAN, 0.2, 3.0)])
-def test_an_impossible_clip_range_is_refused(low, high, c):
-    with pytest.raises(ValueError, match="clip_ratio"):
-        ClipRange(low=low, high=high, c=c)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_without_counts_the_mask_is_the_whole_mini_batch_and_dp_size_is_a_factor(mode):
+    loss_mat = torch.tensor([[1.0, 2.0, 3.0], [6.0, 7.0, 100.0], [1.0, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    expected = aggregate_over(mask, mode)(loss_mat, mask).item()
+    assert agg_loss(loss_mat, mask, mode).item() == expected != 0
+    counts = counts_of(mask) | {"dp_size": 3}
+    assert agg_loss(loss_mat, mask, mode, **counts).item() == pytest.approx(3 * expected)
+    with pytest.raises(ValueError, match="dp_size=3, batch_num_tokens=4, global_batch_size=None"):
+        agg_loss(loss_mat, mask, mode, dp_size=3, batch_num_tokens=4)
+
+
+def test_rollout_weights_are_factors_of_the_token_losses():
+    # on policy, A = 2 and -1: losses -2 and 1, times 0.5 and 3
+    mask = torch.ones(1, 2)
+    loss, _ = compute_policy_loss(
+        torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]), mask, weights=torch.tensor([[0.5, 3.0]])
+    )
+    assert loss.item() == pytest.approx((-2 * 0.5 + 1 * 3) / 2)
 
 
 def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch):
-    monkeypatch.setattr("verl_like.algorithms.policy_loss.POLICY_LOSSES", {"vanilla": POLICY_LOSSES["vanilla"]})
+    monkeypatch.setattr(POLICY_LOSSES, "functions", dict(POLICY_LOSSES.functions))
 
-    @register_policy_loss("reinforce")
-    def reinforce(old_log_prob, log_prob, advantages, response_mask, *, clip, aggregate):
-        return aggregate(-advantages * log_prob, response_mask), {}
+    @register_policy_loss("my_loss")
+    def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+        return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
-    assert get_policy_loss_fn("vanilla") is compute_policy_loss
-    assert get_policy_loss_fn("reinforce") is reinforce
-    with pytest.raises(ValueError, match="'vanilla' is already registered"):
-        register_policy_loss("vanilla")(reinforce)
-    with pytest.raises(ValueError, match=r"unknown policy loss 'vanila': known are reinforce, vanilla"):
+    assert get_policy_loss_fn("vanilla") is compute_policy_loss_vanilla
+    assert get_policy_loss_fn("my_loss") is my_loss
+    for taken in ("vanilla", "my_loss"):
+        with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
+            register_policy_loss(taken)(my_loss)
+    with pytest.raises(ValueError, match=r"unknown policy loss 'vanila'; did you mean vanilla\?: known are .*vanilla"):
         get_policy_loss_fn("vanila")

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms import masked_mean, masked_sum, masked_var, masked_whiten, on_last_token, zero_masked
+from verl_like.algorithms.masked import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    on_last_token,
+    zero_masked,
+)
 
 NAN, INF = float("nan"), float("inf")
 VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, INF, -INF], [NAN, NAN, NAN]])

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_like.algorithms import AdvantageInputs, ClipRange
 from verl_like.protocol import metric_values
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.metrics import ValidationSample
@@ -15,8 +14,6 @@ from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, Upda
 
 MICRO = MicroBatching(rows=1, tokens=2, by_tokens=False)
 VALUES = [
-    AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1), gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=True),
-    ClipRange(0.1, 0.2, 3.0),
     MICRO,
     MiniBatch([], num_tokens=1.0, num_sequences=1.0, share=1.0),
     UpdateSchedule(1, MICRO, epochs=1),

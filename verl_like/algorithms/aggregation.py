@@ -19,30 +19,32 @@ def agg_loss(
     loss_mat: torch.Tensor,
     loss_mask: torch.Tensor,
     loss_agg_mode: str,
-    *,
-    num_tokens: float,
-    num_sequences: float,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it *is* that loss.
 
     The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may be spread in any way
-    (a row itself is never split). An engine that averages gradients over data-parallel ranks multiplies by their count.
+    (a row itself is never split). Left out, they are those of `loss_mask`, as for a mini-batch in one piece.
 
     | mode | mini-batch loss |
     |---|---|
-    | token-mean | sum of all tokens / num_tokens |
+    | token-mean | sum of all tokens / batch_num_tokens |
     | token-sum | sum of all tokens |
-    | seq-mean-token-sum | sum of all tokens / num_sequences |
-    | seq-mean-token-sum-norm | sum of all tokens / num_sequences / loss_scale_factor |
-    | seq-mean-token-mean | sum over rows of the row's token mean / num_sequences |
+    | seq-mean-token-sum | sum of all tokens / global_batch_size |
+    | seq-mean-token-sum-norm | sum of all tokens / global_batch_size / loss_scale_factor |
+    | seq-mean-token-mean | sum over rows of the row's token mean / global_batch_size |
 
     Args:
         loss_mat: (B, R) float, loss per token.
         loss_mask: (B, R) bool or 0/1, the tokens that count.
         loss_agg_mode: one of LOSS_AGG_MODES.
-        num_tokens: tokens with mask 1 in the mini-batch.
-        num_sequences: rows with at least one such token in the mini-batch.
+        dp_size: factor of the result: the number of ranks where an engine averages gradients over them. This one adds
+            them up, so it is 1.
+        batch_num_tokens: tokens with mask 1 in the mini-batch.
+        global_batch_size: rows with at least one such token in the mini-batch.
         loss_scale_factor: the constant of seq-mean-token-sum-norm; None = R of this call, which is the same for all
             micro-batches only when they are padded to the same R.
 
@@ -50,10 +52,16 @@ def agg_loss(
         Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).
 
     Raises:
-        ValueError: unknown mode; a count or scale that is not positive although the mask selects tokens.
+        ValueError: unknown mode; no counts for several ranks; a count or scale that is not positive although the mask
+            selects tokens.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
+    if dp_size > 1 and (batch_num_tokens is None or global_batch_size is None):
+        raise ValueError(
+            f"agg_loss got dp_size={dp_size}, batch_num_tokens={batch_num_tokens}, global_batch_size="
+            f"{global_batch_size}: one rank cannot count the mini-batch of several; pass both counts"
+        )
     if loss_agg_mode == "seq-mean-token-mean":
         tokens_per_row = loss_mask.bool().sum(dim=-1).clamp(min=1)
         total = (masked_sum(loss_mat, loss_mask, axis=-1) / tokens_per_row).sum()
@@ -61,16 +69,20 @@ def agg_loss(
         total = masked_sum(loss_mat, loss_mask)
 
     if loss_agg_mode == "token-sum":
-        return total
-    denominator = num_tokens if loss_agg_mode == "token-mean" else num_sequences
+        return total * dp_size
+    if loss_agg_mode == "token-mean":
+        denominator = float(loss_mask.bool().sum()) if batch_num_tokens is None else batch_num_tokens
+    else:
+        rows = loss_mask.bool().any(dim=-1)
+        denominator = float(rows.sum()) if global_batch_size is None else global_batch_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
         denominator *= loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
     if denominator > 0:
-        return total / denominator
+        return total / denominator * dp_size
     if bool(loss_mask.bool().any()):
         raise ValueError(
-            f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} (num_tokens={num_tokens}, "
-            f"num_sequences={num_sequences}, loss_scale_factor={loss_scale_factor}) but the mask selects tokens: "
-            "pass the counts of the whole mini-batch and a positive scale"
+            f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} (batch_num_tokens={batch_num_tokens}, "
+            f"global_batch_size={global_batch_size}, loss_scale_factor={loss_scale_factor}) but the mask selects "
+            "tokens: pass the counts of the whole mini-batch and a positive scale"
         )
     return total

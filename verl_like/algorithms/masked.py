@@ -6,6 +6,8 @@ result or a gradient: positions are selected with `torch.where`, never by multip
 
 import torch
 
+_TOKENS_IN_CACHE = 1 << 19
+
 
 def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
@@ -72,3 +74,9 @@ def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     valid = mask.bool()
     is_last = valid & (valid.flip(-1).cumsum(-1).flip(-1) == 1)
     return zero_masked(row_values.unsqueeze(-1), is_last)
+
+
+def few_rows(matrix: torch.Tensor) -> list[slice]:
+    """Slices of the rows of (B, R), few enough at a time that what is computed for them stays in the cache."""
+    at_once = max(1, _TOKENS_IN_CACHE // max(1, matrix.size(-1)))
+    return [slice(start, start + at_once) for start in range(0, len(matrix), at_once)]

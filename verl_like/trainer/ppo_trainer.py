@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.algorithms.advantages import AdvantageInputs, get_adv_estimator_fn
+from verl_like.algorithms.advantages import estimate_advantages, get_adv_estimator_fn
 from verl_like.algorithms.kl import apply_kl_penalty, get_kl_controller
+from verl_like.algorithms.registry import read_options
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics, metric_values
@@ -66,7 +67,7 @@ class RayPPOTrainer:
         self.sampler = EpochSampler(
             len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
         )
-        self.estimate_advantages = get_adv_estimator_fn(config.algorithm.adv_estimator)
+        self.estimator = get_adv_estimator_fn(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.model_cost = ModelCost.of(load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model"))
         self.global_step = 0
@@ -235,17 +236,11 @@ class RayPPOTrainer:
     def compute_advantages(self, batch: DataProto) -> None:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
         columns, algorithm = batch.batch, self.config.algorithm
-        columns["advantages"], columns["returns"] = self.estimate_advantages(
-            AdvantageInputs(
-                token_level_rewards=columns["token_level_rewards"],
-                response_mask=columns["response_mask"],
-                values=columns.get("values"),
-                index=batch.non_tensor_batch["uid"],
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            )
-        )
+        inputs = {**columns, "index": batch.non_tensor_batch["uid"], "config": algorithm}
+        inputs["options"] = read_options(self.estimator, algorithm=algorithm)
+        inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
+        inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
+        columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, inputs)
 
     def load_weights(self, exported: Future[Any]) -> None:
         """Takes the actor's weights to the rollout engines, which check them against the actor's fingerprint.

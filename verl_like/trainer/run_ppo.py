@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import get_adv_estimator_fn
-from verl_like.algorithms.policy_loss import get_policy_loss_fn
+from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager

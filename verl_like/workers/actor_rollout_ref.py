@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_loss import ClipRange, get_policy_loss_fn
+from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
@@ -64,6 +65,8 @@ class ActorRolloutRefWorker(TrainedWorker):
         self.shares_device = shares_device
         self.model_config = config.model
         self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
+        self.loss_inputs = required_inputs(self.policy_loss_fn)
+        self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -211,20 +214,17 @@ class ActorRolloutRefWorker(TrainedWorker):
         actor, mask_BR = self.config.actor, micro["response_mask"]
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)
         old_log_prob_BR = micro.get("old_log_probs")
-        with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None
+        with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
         log_prob_BR, *entropy_BR = self._score(micro, with_entropy=with_entropy)
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        loss, token_sums = self.policy_loss_fn(
-            old_log_prob_BR,
-            log_prob_BR,
-            micro["advantages"],
-            mask_BR,
-            clip=ClipRange(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
-            aggregate=aggregate,
-        )
+        inputs: dict[str, Any] = {**micro, "old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
+        inputs |= {"entropy": entropy_BR[0]} if with_entropy else {}
+        inputs |= {"loss_agg_mode": actor.loss_agg_mode, "options": self.loss_options}
+        inputs["config"] = actor.model_copy(update={"global_batch_info": mini_batch.global_batch_info})
+        loss, values = call_by_name(self.policy_loss_fn, inputs)
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
-        metrics = {name: token_mean(total) for name, total in token_sums.items()}
+        metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.sum(loss, mini_batch.share)
         if "old_log_probs" not in micro:  # what `compute_log_prob` and the driver would have told
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())

@@ -8,17 +8,16 @@ nor vllm, so a configuration is checked before any of them is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
 )
+
+from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 
 _DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -36,21 +35,6 @@ KlPenalty = Literal[
 ]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-
-
-class ConfigModel(BaseModel):
-    """Base of all settings: unknown keys are refused, values keep their type, instances are read-only."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-@dataclass(frozen=True)
-class Follows:
-    """In the annotation of a field: its default follows other keys, e.g. `Follows("${data.max_prompt_length}")`."""
-
-    keys: str
 
 
 class ModelConfig(ConfigModel):
@@ -197,14 +181,14 @@ class CriticOptimConfig(OptimConfig):
     """Peak learning rate."""
 
 
-class PolicyLossConfig(ConfigModel):
+class PolicyLossConfig(OpenConfigModel):
     """Which policy loss the actor minimises."""
 
     loss_mode: str = "vanilla"
     """Registered policy loss; vanilla is PPO's clipped loss with dual clip."""
 
 
-class ActorConfig(ConfigModel):
+class ActorConfig(OpenConfigModel):
     """The trained policy."""
 
     ppo_mini_batch_size: PositiveInt = 256

@@ -21,10 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from verl_like.config_model import ConfigModel, Follows
 from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.config.presets import register_pool_resolvers
 from verl_like.trainer.config.run_config import RunConfig
-from verl_like.workers.config import ConfigModel, Follows
 
 Schema = TypeVar("Schema", bound=RunConfig)
 _MISSING = "???"

@@ -5,9 +5,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_like.config_model import ConfigModel
 from verl_like.trainer.config.compose import compose_tree, leaves
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.workers.config import ConfigModel
 
 HEAD = """# Configuration
 

@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
 Rule = Callable[[PPOConfig], Iterator[str]]
 
-BUILT_IN_ESTIMATORS = ["gae", "grpo"]
+BUILT_IN_ESTIMATORS = ADVANTAGE_ESTIMATORS.file_names()
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Strict
 
-from verl_like.workers.config import ConfigModel, Follows, PositiveInt
+from verl_like.config_model import ConfigModel, Follows
+from verl_like.workers.config import PositiveInt
 
 
 def list_of_one(value: object) -> object:

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from verl_like.config_model import ConfigModel, OpenConfigModel
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
 from verl_like.workers.config import (
     ActorRolloutRefConfig,
-    ConfigModel,
     CriticConfig,
     KlPenalty,
     PositiveInt,
@@ -94,7 +94,11 @@ class KlControlConfig(ConfigModel):
     """KL divergence the adaptive coefficient aims at, per token."""
 
 
-class AlgorithmConfig(ConfigModel):
+class EstimatorOptions(OpenConfigModel):
+    """The chosen advantage estimator's own options."""
+
+
+class AlgorithmConfig(OpenConfigModel):
     """From scores to advantages."""
 
     adv_estimator: str = "gae"
@@ -111,6 +115,7 @@ class AlgorithmConfig(ConfigModel):
     kl_penalty: KlPenalty = "kl"
     """Per-token KL estimator in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KlControlConfig = KlControlConfig()
+    options: EstimatorOptions = EstimatorOptions()
 
 
 class TrainerConfig(RecordConfig):

@@ -4,11 +4,13 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
+from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.engine.fsdp import TrainingEngine
 from verl_like.workers.planning.partition import pack_into_micro_batches
@@ -46,12 +48,17 @@ class MiniBatch:
 
     def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
-        return partial(
-            agg_loss,
-            loss_agg_mode=loss_agg_mode,
-            num_tokens=self.num_tokens,
-            num_sequences=self.num_sequences,
-        )
+        return partial(agg_loss, loss_agg_mode=loss_agg_mode, **self.global_batch_info)
+
+    @property
+    def global_batch_info(self) -> dict[str, Any]:
+        """The counts as arguments of `agg_loss`. The engine adds gradients up over ranks, so `dp_size` is 1."""
+        return {
+            "dp_size": 1,
+            "batch_num_tokens": self.num_tokens,
+            "global_batch_size": self.num_sequences,
+            "loss_scale_factor": None,
+        }
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,28 @@ class DeviceMetric:
         """The mean of a quantity summed over tokens; it stays a mean over all tokens when merged."""
         numbers = total.detach(), num_tokens
         return cls(numbers, lambda total, tokens: Metric.mean(total / max(tokens, 1), weight=tokens))
+
+    @classmethod
+    def of(cls, name: str, value: torch.Tensor | float, mask_BR: torch.Tensor) -> "DeviceMetric":
+        """What a loss reports of a micro-batch: a value by token (B, R), by row (B,), or one number, its token mean.
+
+        Raises:
+            ValueError: a tensor of another shape.
+        """
+        num_tokens = mask_BR.sum()
+        if not isinstance(value, torch.Tensor):
+            return cls((num_tokens,), lambda tokens: Metric.mean(value, weight=tokens))
+        if value.shape == mask_BR.shape:
+            return cls.token_mean(masked_sum(value.detach().float(), mask_BR), num_tokens)
+        if value.ndim == 0:
+            return cls((value.detach(), num_tokens), lambda mean, tokens: Metric.mean(mean, weight=tokens))
+        has_tokens_B = mask_BR.bool().any(-1)
+        if value.shape == has_tokens_B.shape:
+            return cls.token_mean(masked_sum(value.detach().float(), has_tokens_B), has_tokens_B.sum())
+        raise ValueError(
+            f"the metric {name} of a loss has shape {tuple(value.shape)} for rows of shape {tuple(mask_BR.shape)}: "
+            "return a value by token (B, R), by row (B,), or one number"
+        )
 
 
 MicroMetrics = dict[str, DeviceMetric]

@@ -1,0 +1,77 @@
+"""Advantage estimators: `algorithm.adv_estimator=<name>` is the function registered in the file `<name>.py` here.
+
+Shapes: B rows, R padded response length. An estimator returns advantages (B, R) and returns (B, R), both 0 where
+response_mask is 0 and without a gradient; it writes into none of its inputs. A row without any response token was
+skipped and counts in no statistic. Its inputs are given by parameter name; docs/algorithms.md lists them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry, call_by_name
+
+if TYPE_CHECKING:
+    import torch
+
+INPUTS = {
+    "token_level_rewards": "(B, R) float, the reward of each token, after the KL penalty",
+    "response_mask": "(B, R) bool or 0/1, the tokens that count",
+    "values": "(B, R) float, the critic's predictions; the run then has a critic",
+    "index": "(B,) hashable objects, equal for the responses to one prompt; rollout.n is then at least 2",
+    "reward_baselines": "(B,) float, the reward of a greedy response to the same prompt",
+    "old_log_probs": "(B, R) float, log-probabilities of the responses under the policy before the update",
+    "rollout_log_probs": "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
+    "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
+    "sum_pi_squared": "(B, R) float, sum of the squared probabilities of the vocabulary at each token",
+    "rollout_is_weights": "(B, R) float, importance weights of the corrections of rollout against trainer",
+    "scores_by_reward": "dict of (B, R) float, each reward before they are added up, by the name of its column",
+    "gamma": "algorithm.gamma",
+    "lam": "algorithm.lam",
+    "norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std_in_grpo",
+}
+"""What an estimator may have as parameters, besides `config` (the `algorithm` block) and `options` (its own)."""
+
+ADVANTAGE_ESTIMATORS = Registry("advantage estimator", __name__, "register_adv_est", frozenset(INPUTS))
+
+
+class AdvantageOptions(AlgorithmOptions):
+    """Base of an estimator's own options."""
+
+    section: ClassVar[str] = "algorithm.options"
+
+
+def register_adv_est(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
+    """Decorator: makes an estimator known as `name`.
+
+    Raises:
+        ValueError: the name is taken, or a parameter without a default is none of the inputs.
+    """
+    return lambda function: ADVANTAGE_ESTIMATORS.register(name, function)
+
+
+def get_adv_estimator_fn(name: str) -> Algorithm:
+    """The estimator registered as `name`; its file is imported first.
+
+    Raises:
+        ValueError: no such estimator; the message lists the known ones.
+    """
+    return ADVANTAGE_ESTIMATORS.get(name)
+
+
+def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Advantages (B, R) and returns (B, R) of `estimator`, which gets those of `inputs` that it has parameters for.
+
+    Raises:
+        ValueError: an input it needs is not there, is no (B, R) tensor although rewards are, or has other rows.
+    """
+    shape = inputs["token_level_rewards"].shape
+    for name in INPUTS:
+        value: Any = inputs.get(name)
+        if getattr(value, "ndim", 0) == 2 and value.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)} but token_level_rewards has {tuple(shape)}: "
+                "all per-token inputs must be (B, R)"
+            )
+        if getattr(value, "ndim", 0) == 1 and len(value) != shape[0]:
+            raise ValueError(f"{name} has {len(value)} entries for {shape[0]} rows: it needs one per row")
+    return call_by_name(estimator, inputs)

@@ -1,0 +1,61 @@
+"""Generalized advantage estimation (Schulman et al., arXiv 1506.02438); needs a critic.
+
+    delta_t = r_t + gamma V_{t+1} - V_t        V = 0 after the last response token
+    A_t     = delta_t + gamma lam A_{t+1}
+    returns = A + V                            before whitening
+    advantages = (A - mean A) / sqrt(var A + 1e-8)
+
+Mean and (unbiased) variance run over all response tokens of the batch. `t + 1` is the next token with mask 1: a hole in
+the mask, such as a tool's output, takes no discount, and its rewards and values are not read.
+
+Keys: `algorithm.gamma`, `algorithm.lam`.
+"""
+
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.discounted_sums import gae_in_blocks
+from verl_like.algorithms.masked import few_rows, masked_whiten
+
+
+@register_adv_est("gae")
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whitened advantages, and returns, (B, R) float each, 0 where the mask is 0.
+
+    Args:
+        token_level_rewards, values: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        gamma: discount per token.
+        lam: lambda.
+    """
+    with torch.no_grad():
+        valid = response_mask.bool()
+        advantages, returns = torch.empty_like(values), torch.empty_like(values)
+        for rows in few_rows(valid):
+            # The same numbers as `gae_recurrence`, for long responses many times faster.
+            advantages[rows], returns[rows] = gae_in_blocks(
+                token_level_rewards[rows], values[rows], valid[rows], gamma, lam
+            )
+        return masked_whiten(advantages, valid), returns
+
+
+def gae_recurrence(
+    rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: advantages before whitening, and returns, (B, R), token by token from the last to the first."""
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    next_advantage = next_value = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(valid[:, t], advantage, 0.0)
+        returns[:, t] = torch.where(valid[:, t], advantage + values[:, t], 0.0)
+        next_advantage = torch.where(valid[:, t], advantage, next_advantage)
+        next_value = torch.where(valid[:, t], values[:, t], next_value)
+    return advantages, returns

@@ -1,0 +1,64 @@
+"""Policy losses: `actor.policy_loss.loss_mode=<name>` is the function registered in the file `<name>.py` here.
+
+Shapes: B rows, R padded response length. A loss has verl's signature. It returns a scalar, this micro-batch's share of
+the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R), averaged over the selected tokens; (B,),
+averaged over the rows that have tokens; or a number or 0-d tensor, the mean of this micro-batch, weighted by its
+tokens. A loss's inputs are given by parameter name; docs/algorithms.md lists them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry
+
+INPUTS = {
+    "old_log_prob": "(B, R) float, log-probabilities under the policy that the advantages belong to",
+    "log_prob": "(B, R) float, the same under the policy that is trained; the gradient flows here",
+    "advantages": "(B, R) float",
+    "response_mask": "(B, R) bool or 0/1, the tokens that count",
+    "loss_agg_mode": "actor.loss_agg_mode, for `agg_loss`",
+    "rollout_is_weights": "(B, R) float, importance weights of the corrections of rollout against trainer",
+    "entropy": "(B, R) float, entropy of the policy at each token, with its gradient",
+    "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
+    "teacher_log_prob": "(B, R) float, log-probabilities under the teacher; the run then has one",
+    "rollout_log_probs": "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
+}
+"""What a loss may have as parameters, besides `config` (see `LossConfig`) and `options` (its own)."""
+
+POLICY_LOSSES = Registry("policy loss", __name__, "register_policy_loss", frozenset(INPUTS))
+
+
+class LossConfig(Protocol):
+    """What a loss reads as `config`: the block `actor_rollout_ref.actor`, and the counts of the mini-batch."""
+
+    clip_ratio: float
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+    policy_loss: Any
+    global_batch_info: Mapping[str, Any]
+    """The arguments of `agg_loss` besides the mode."""
+
+
+class PolicyLossOptions(AlgorithmOptions):
+    """Base of a loss's own options."""
+
+    section: ClassVar[str] = "actor_rollout_ref.actor.policy_loss"
+
+
+def register_policy_loss(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
+    """Decorator: makes a policy loss known as `name`.
+
+    Raises:
+        ValueError: the name is taken, or a parameter without a default is none of the inputs.
+    """
+    return lambda function: POLICY_LOSSES.register(name, function)
+
+
+def get_policy_loss_fn(name: str) -> Algorithm:
+    """The loss registered as `name`; its file is imported first.
+
+    Raises:
+        ValueError: no such loss; the message lists the known ones.
+    """
+    return POLICY_LOSSES.get(name)

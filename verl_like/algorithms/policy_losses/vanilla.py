@@ -1,0 +1,61 @@
+"""Clipped surrogate of PPO (Schulman et al., arXiv 1707.06347) with dual clip (Ye et al., arXiv 1912.09729).
+
+With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
+
+    L = max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high))
+    L = min(L, -A clip_ratio_c)                where A < 0
+
+| metric | meaning |
+|---|---|
+| `actor/pg_clipfrac` | share of tokens whose loss the clip range raised |
+| `actor/pg_clipfrac_lower` | share of tokens whose loss the dual clip bounded |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
+"""
+
+import torch
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the clip range and the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+    """
+    assert config is not None
+    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    surrogate = torch.maximum(unclipped, clipped)
+    bound = -advantages * config.clip_ratio_c
+    losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    with torch.no_grad():
+        metrics = {
+            "actor/pg_clipfrac": clipped > unclipped,
+            "actor/ppo_kl": -log_ratio,
+            "actor/pg_clipfrac_lower": (surrogate > bound) & (advantages < 0),
+        }
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
