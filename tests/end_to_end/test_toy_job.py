@@ -1,4 +1,4 @@
-"""The toy job of examples/split_placement learns: on two pools, with vLLM, from a quarter of the sums right to all."""
+"""The toy jobs of the examples learn, with vLLM: PPO on two pools and GRPO on one, from a quarter of the sums right."""
 
 import subprocess
 import sys
@@ -14,18 +14,19 @@ from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.run_ppo import run_ppo
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "split_placement"
+SPLIT_PLACEMENT, GRPO = ROOT / "examples/split_placement", ROOT / "examples/grpo"
 ACCURACY = "val-core/verl_like/arithmetic/reward/mean@1"
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 
-def train(folder: Path, seed: int, steps: int, *settings: str) -> list[dict]:
+def train(folder: Path, seed: int, steps: int, *settings: str, example: Path = SPLIT_PLACEMENT) -> list[dict]:
     """The rows of metrics.jsonl of a run of some steps, validated at its start and end and as `settings` say.
 
-    The model and the data are those of the example, in its place, because making them takes a minute.
+    The model and the data are those of the examples, in their place, because making them takes a minute.
     """
     world = ROOT / ".toy_world"
-    subprocess.run([sys.executable, str(EXAMPLE / "make_toy_world.py"), "--out", str(world)], check=True, timeout=600)
+    script = SPLIT_PLACEMENT / "make_toy_world.py"
+    subprocess.run([sys.executable, str(script), "--out", str(world)], check=True, timeout=600)
     paths = [
         f"data.train_files={world}/train.parquet",
         f"data.val_files={world}/test.parquet",
@@ -33,7 +34,7 @@ def train(folder: Path, seed: int, steps: int, *settings: str) -> list[dict]:
         f"trainer.default_local_dir={folder}/runs",
     ]
     length = [f"trainer.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
-    assert run_ppo(load_ppo_config([*paths, *length, *settings], "toy", str(EXAMPLE / "config"))) == 0
+    assert run_ppo(load_ppo_config([*paths, *length, *settings], "toy", str(example / "config"))) == 0
     return metrics_of(folder)
 
 
@@ -54,6 +55,18 @@ def test_the_toy_job_gets_every_held_out_sum_right_within_20_steps_of_seed(
     record_property("result", ", ".join(f"step {step}: {value:.3f}" for step, value in accuracies.items()))
     assert accuracies[0] < 0.4
     assert max(accuracies.values()) > 0.99
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+def test_the_grpo_recipe_gets_nine_in_ten_held_out_sums_right_within_40_steps(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
+    rows = train(tmp_path, 1, 40, "trainer.test_freq=5", example=GRPO)
+    accuracies = {row["step"]: row[ACCURACY] for row in rows if ACCURACY in row}
+    record_property("result", ", ".join(f"step {step}: {value:.3f}" for step, value in accuracies.items()))
+    assert accuracies[0] < 0.4 and accuracies[40] > 0.9
+    assert "critic/grad_norm" not in rows[-1] and rows[-1]["actor/kl_loss"] > 0
 
 
 @pytest.mark.proof

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
@@ -38,9 +38,9 @@ def deepseek_7b(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def script_config(model: str, *changes: str) -> PPOConfig:
-    """What examples/split_placement/run_deepseek7b_llm.sh runs on GPUs."""
-    command = (ROOT / "examples/split_placement/run_deepseek7b_llm.sh").read_text().split("verl_like.trainer.main_ppo ")
+def script_config(model: str, *changes: str, script: str = "split_placement/run_deepseek7b_llm.sh") -> PPOConfig:
+    """What a script of the examples runs on GPUs."""
+    command = (ROOT / "examples" / script).read_text().split("verl_like.trainer.main_ppo ")
     words = shlex.split(command[-1].replace("\\\n", " ").replace("$MODEL_PATH", model).replace("$@", ""))
     return load_ppo_config([*filter(None, words), *changes])
 
@@ -153,6 +153,28 @@ def test_the_table_of_machines_for_the_7b_script_is_the_sum(deepseek_7b: str):
     assert [phase.name for phase in phases] == ["generation", "actor update", "critic update"]
     table = "\n".join(rows)
     assert table in (ROOT / "docs/memory.md").read_text(), f"docs/memory.md needs this table:\n{table}"
+
+
+def test_the_grpo_script_fits_on_four_and_on_eight_gpus_of_80_gb(tmp_path: Path):
+    Qwen2Config(  # Qwen2.5-7B
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+    ).save_pretrained(tmp_path)
+    totals = {}
+    for gpus in (4, 8):
+        config = script_config(str(tmp_path), f"trainer.n_gpus_per_node={gpus}", script="grpo/run_qwen2_5_7b.sh")
+        phases = memory_phases(config, DEVICES["80 GB"])
+        totals[gpus] = {phase.name: phase.total / 1e9 for phase in phases}
+        assert totals[gpus].keys() == {"generation", "actor update", "ref forward pass"}
+        assert max(totals[gpus].values()) < DEVICES["80 GB"] / 1e9
+    # Weights 4 bytes, Adam 8 and the reference 2 for each of 7.6 billion parameters, 0.6 of the GPU, and 3 GB.
+    assert totals[4]["generation"] == pytest.approx(7.616 * 14 / 4 + 0.6 * 84.9 + 3, abs=0.1)
+    assert totals[8]["generation"] == pytest.approx(7.616 * 14 / 8 + 0.6 * 84.9 + 3, abs=0.1)
 
 
 def test_only_roles_beside_the_rollout_engine_hand_memory_back(deepseek_7b: str):
