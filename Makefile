@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint proofs mutants docs bench gpu-lock-check
+.PHONY: env test lint proofs mutants docs site bench gpu-lock-check
 
 env:
 	@bash scripts/environment.sh
@@ -31,6 +31,16 @@ build/mutation_tools: requirements/mutants.txt
 
 docs: env
 	.venv/bin/python scripts/generate_docs.py
+
+# The documents and the API reference as a site in build/site. Needs no .venv; its tools have an environment of their own.
+site: build/site_tools
+	NO_MKDOCS_2_WARNING=1 build/site_tools/bin/mkdocs build
+
+build/site_tools: requirements/docs.txt
+	rm -rf $@
+	python3 -m venv $@
+	$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	touch $@
 
 benchmarks := $(filter-out harness serve table gpu_check,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
 

@@ -1,27 +1,71 @@
-"""Paths that the documents name exist."""
+"""Paths, links and anchors in the documents lead somewhere, and every page of docs/ is in the site."""
 
 import re
+from pathlib import Path
 
+import yaml
 from source_tree import ROOT
 
 FOLDERS = "verl_like|examples|docs|tests|scripts|benchmarks|requirements"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`|\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)")
+ANCHOR = re.compile(r"\]\((?!https?:)([\w./-]*)#([\w-]+)\)")
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    ROOT / "benchmarks/README.md",
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "examples").rglob("*.md"),
+]
 
 
 def named_paths(text: str) -> list[str]:
     return [quoted or linked for quoted, linked in PATH.findall(text)]
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings: lower case, spaces as hyphens, without punctuation; code blocks have none."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", without_code, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_the_pattern_finds_quoted_paths_and_links():
     assert named_paths("see `verl_like/a.py` and [b](docs/b.md#c)") == ["verl_like/a.py", "docs/b.md"]
 
 
+def test_anchors_are_those_of_headings_outside_code():
+    assert anchors("# On a GPU?\n```bash\n# no heading\n```\n## `data.n` or so") == {"on-a-gpu", "datan-or-so"}
+
+
 def test_every_path_in_the_documents_exists():
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     missing = [
         f"{document.relative_to(ROOT)} names {name}"
-        for document in documents
+        for document in DOCUMENTS
         for name in named_paths(document.read_text())
         if not (ROOT / name).exists() and not (document.parent / name).exists()
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_every_anchor_in_the_documents_is_a_heading_of_the_page():
+    def page(document: Path, name: str) -> Path:
+        return document.parent / name if name else document
+
+    missing = [
+        f"{document.relative_to(ROOT)} links to {name}#{anchor}"
+        for document in DOCUMENTS
+        for name, anchor in ANCHOR.findall(document.read_text())
+        if anchor not in anchors(page(document, name).read_text())
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_site_has_every_page_of_docs():
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        children = entry.values() if isinstance(entry, dict) else entry
+        return [page for child in children for page in pages(child)]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    missing = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - set(listed)
+    assert not missing, f"add these pages to nav in mkdocs.yml: {missing}"
