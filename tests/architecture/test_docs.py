@@ -7,7 +7,7 @@ import yaml
 from source_tree import ROOT
 
 FOLDERS = "verl_like|examples|docs|tests|scripts|benchmarks|requirements"
-PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`|\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)")
+PATH = re.compile(rf"`((?:{FOLDERS})/\w[\w./-]+)`|\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)")
 ANCHOR = re.compile(r"\]\((?!https?:)([\w./-]*)#([\w-]+)\)")
 DOCUMENTS = [
     *ROOT.glob("*.md"),
