@@ -5,7 +5,7 @@ tensordict; no Ray, no vLLM, no network. Each case has a deadline. The first tha
 and another one goes on with the next: a missing kernel, a full memory or an illegal access costs the rows of one case.
 The exit status is 1 if a case failed; its row says why, and `gpu_check.log` in the folder has the traceback.
 
-Updates are `ActorRolloutRefWorker.update_actor` on one rank with NCCL: forward, PPO loss, backward, gradient clipping,
+Updates are `ActorWorker.update_actor` on one rank with NCCL: forward, PPO loss, backward, gradient clipping,
 AdamW. MFU is `perf/mfu/actor`, over the data sheet's peak, without recomputed layers.
 """
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from benchmarks.sides.gpu_kernels import report_peak, start_peak
 from benchmarks.sides.gpu_process import seconds_of
 from verl_like.protocol import DataProto, metric_values
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config import ActorRolloutRefConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
@@ -42,11 +42,11 @@ TOY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidde
 """What replaces it on a CPU."""
 
 
-class RandomPolicy(ActorRolloutRefWorker):
+class RandomPolicy(ActorWorker):
     """The policy with random weights, the same ones every time."""
 
     def __init__(self, config: ActorRolloutRefConfig, hf_config: PretrainedConfig) -> None:
-        super().__init__(config, "actor", seed=1)
+        super().__init__(config)
         self.hf_config = hf_config
 
     def build_model(self, with_weights: bool) -> PolicyModel:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.sides.grpo_world import lengths_of_step
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.rollout_worker import RolloutWorker
 
 
 class EveryToken(tuple):
@@ -15,7 +15,7 @@ class EveryToken(tuple):
         return True
 
 
-class ForcedLengthWorker(ActorRolloutRefWorker):
+class ForcedLengthWorker(RolloutWorker):
     """Everything is the project's; only the lengths of the responses come from outside."""
 
     def init_model(self) -> None:

@@ -6,11 +6,11 @@ from verl_like.algorithms.masked import masked_mean, on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.reference import ReferenceWorker
 
 
-class TeacherWorker(ActorRolloutRefWorker):
+class TeacherWorker(ReferenceWorker):
     """The reference policy's code with a role of its own; a role of the user's gets the whole configuration.
 
     The teacher here is the model that training starts from. Another model is one line: give `super().__init__` a copy
@@ -20,7 +20,7 @@ class TeacherWorker(ActorRolloutRefWorker):
     reward_columns: ClassVar = {"teacher_log_prob": 0.1}  # added to the reward with this weight
 
     def __init__(self, config: PPOConfig) -> None:
-        super().__init__(config.actor_rollout_ref, role="ref", seed=config.trainer.seed)
+        super().__init__(config.actor_rollout_ref)
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),  # its ranks may share sequences

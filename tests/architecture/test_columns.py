@@ -4,12 +4,14 @@ import pytest
 
 from verl_like.protocol import COLUMNS
 from verl_like.single_controller.decorator import registered_methods
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
+from verl_like.workers.rollout_worker import RolloutWorker
 
 
-@pytest.mark.parametrize("worker_class", [ActorRolloutRefWorker, CriticWorker, RewardModelWorker])
+@pytest.mark.parametrize("worker_class", [ActorWorker, ReferenceWorker, RolloutWorker, CriticWorker, RewardModelWorker])
 def test_declared_columns_are_in_the_table(worker_class: type):
     declared = {
         (spec.name, column.removesuffix("?"))

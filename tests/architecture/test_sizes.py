@@ -8,7 +8,7 @@ WALK_FROM_MAIN_TO_LOSS = [
     "verl_like/trainer/main_ppo.py",
     "verl_like/trainer/run_ppo.py",
     "verl_like/trainer/ppo_trainer.py",
-    "verl_like/workers/actor_rollout_ref.py",
+    "verl_like/workers/actor.py",
     "verl_like/workers/engine/mini_batches.py",
     "verl_like/algorithms/policy_losses/vanilla.py",
 ]

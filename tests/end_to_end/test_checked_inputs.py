@@ -23,7 +23,7 @@ OWN_ALGORITHMS = """
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.policy_losses import register_policy_loss
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 
 
 @register_adv_est("own_estimator")
@@ -36,7 +36,7 @@ def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, confi
     return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
 
-class OwnActor(ActorRolloutRefWorker):
+class OwnActor(ActorWorker):
     pass
 """
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_like.single_controller import Dispatch, register
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.rollout import base
 from verl_like.workers.rollout.base import Completion
+from verl_like.workers.rollout_worker import RolloutWorker
 
 SCORED = "PATH_OF_THE_FILE_THAT_A_REWARD_MAKES"
 
 
-class WaitingRollout(ActorRolloutRefWorker):
+class WaitingRollout(RolloutWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         super().init_model()

@@ -41,8 +41,9 @@ from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import leaves
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 
 ARCHITECTURES = {
@@ -178,7 +179,10 @@ class Recording(Configurable):
         return self.gradients, parameters
 
 
-class RecordingPolicy(Recording, ActorRolloutRefWorker): ...
+class RecordingPolicy(Recording, ActorWorker): ...
+
+
+class ConfigurableReference(Configurable, ReferenceWorker): ...
 
 
 class RecordingCritic(Recording, CriticWorker): ...
@@ -192,7 +196,7 @@ class ConfigurableRollout(Configurable, FixedRollout): ...
 
 CLASSES = {
     "actor": RecordingPolicy,
-    "ref": RecordingPolicy,
+    "ref": ConfigurableReference,
     "critic": RecordingCritic,
     "reward_model": ConfigurableRewardModel,
     "rollout": ConfigurableRollout,

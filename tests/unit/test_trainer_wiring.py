@@ -9,9 +9,11 @@ from verl_like.single_controller.worker import Worker
 from verl_like.trainer import run_ppo
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
+from verl_like.workers.rollout_worker import RolloutWorker
 
 NEEDED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=policy", "device=cpu"]
 
@@ -36,17 +38,17 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     config = run_ppo.with_training_steps(config, 20)
     mapping = run_ppo.build_role_worker_mapping(config, {"judge": Judge, "critic": OwnCritic})
     assert {role: made.cls for role, made in mapping.items()} == {
-        "actor": ActorRolloutRefWorker, "rollout": ActorRolloutRefWorker, "ref": ActorRolloutRefWorker,
+        "actor": ActorWorker, "rollout": RolloutWorker, "ref": ReferenceWorker,
         "critic": OwnCritic, "reward_model": RewardModelWorker, "judge": Judge,
     }  # fmt: skip
     assert all(made.args == () for made in mapping.values())
     # The actor is trained in all but the first three of 20 steps; it alone shares the pool with the rollout.
-    policy = {"config": config.actor_rollout_ref, "seed": 7, "total_training_steps": 17}
+    policy = {"config": config.actor_rollout_ref}
     critic = {"config": config.critic, "seed": 7, "rollout_n": 5, "total_training_steps": 20}
     assert {role: made.kwargs for role, made in mapping.items()} == {
-        "actor": policy | {"role": "actor", "shares_device": True},
-        "rollout": policy | {"role": "rollout"},
-        "ref": policy | {"role": "ref", "shares_device": False},
+        "actor": policy | {"total_training_steps": 17, "shares_device": True},
+        "rollout": policy | {"seed": 7},
+        "ref": policy | {"shares_device": False},
         "critic": critic | {"shares_device": False},
         "reward_model": {"config": config.reward_model, "shares_device": False},
         "judge": {"config": config},

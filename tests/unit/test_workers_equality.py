@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine.sequence_parallel import SequenceParallel
 
@@ -98,7 +98,7 @@ def make_actor(folder, layout, *, model=(), **settings):
     path = Path(folder, "gemma2" if layout.startswith("gemma2") else "llama")
     config = policy_config(str(path), prompts=ROWS, **{"micro": ROWS, **OBJECTIVE, **settings})
     config = config.model_copy(update={"model": config.model.model_copy(update=dict(model))})
-    return ActorRolloutRefWorker(config, role="actor", seed=1)
+    return ActorWorker(config)
 
 
 def make_critic(folder, layout, **settings):

@@ -16,7 +16,7 @@ from tiny_worker_models import (
 )
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine import activation_offload
 from verl_like.workers.engine.activation_offload import ActivationOffload
@@ -86,7 +86,7 @@ def test_compiled_layers_have_the_gradient_of_eager_ones(model_path):
         config = policy_config(model_path, micro=3)
         one_layer = {"override_config": {"num_hidden_layers": 1}, "use_torch_compile": compiled}
         model = config.model.model_copy(update=one_layer)
-        group = local_group(ActorRolloutRefWorker, config.model_copy(update={"model": model}), role="actor", seed=1)
+        group = local_group(ActorWorker, config.model_copy(update={"model": model}))
         gradients, _ = gradients_of(group.workers[0], lambda group=group: group.update_actor(make_batch()).get())
         results.append(gradients)
     assert relative_error(results[1], results[0]) < 2e-6
@@ -108,7 +108,7 @@ def test_layers_are_not_compiled_again_for_every_number_of_sequences(model_path,
 @pytest.mark.parametrize("shares_device", [True, False])
 def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(model_path, monkeypatch, shares_device):
     config = policy_config(model_path)
-    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1, shares_device=shares_device)
+    group = local_group(ActorWorker, config, shares_device=shares_device)
     engine, calls = group.workers[0].engine, []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
     engine.device = "cuda"
@@ -120,11 +120,10 @@ def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(mod
 def test_actor_and_critic_do_what_each_switch_says_and_nothing_else(tmp_path, model_path, switch):
     switches = dict.fromkeys(("enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"), False)
     value_path = write_model(tmp_path / "critic", LlamaForTokenClassification)
-    made = {ActorRolloutRefWorker: policy_config(model_path), CriticWorker: critic_config(value_path)}
-    for worker_class, config in made.items():
+    made = [(ActorWorker, policy_config(model_path), {}), (CriticWorker, critic_config(value_path), {"seed": 1})]
+    for worker_class, config, arguments in made:
         model = config.model.model_copy(update=switches | {switch: True})
-        role = {"role": "actor"} if worker_class is ActorRolloutRefWorker else {}
-        group = local_group(worker_class, config.model_copy(update={"model": model}), seed=1, **role)
+        group = local_group(worker_class, config.model_copy(update={"model": model}), **arguments)
         engine = group.workers[0].engine
         assert engine.model.hf.is_gradient_checkpointing == (switch == "enable_gradient_checkpointing")
         compiled = ["forward" in vars(layer) for layer in engine.units[:-1]]

@@ -9,7 +9,7 @@ import torch
 from tiny_worker_models import local_group, make_batch, parameters_of, policy_config, write_model
 
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 
 DEVICE = "cpu:0"  # for torch another place than "cpu": tensors are copied between the two
 
@@ -21,7 +21,7 @@ def actor(tmp_path: Path) -> LocalWorkerGroup:
         write_model(tmp_path / "policy"),
         **{"prompts": 4, "micro": 2, "fsdp": {"param_offload": True, "optimizer_offload": True}},
     )
-    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    group = local_group(ActorWorker, config)
     group.workers[0].engine.device = DEVICE
     return group
 

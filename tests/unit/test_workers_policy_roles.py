@@ -19,12 +19,19 @@ from tiny_worker_models import (
 )
 
 from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
+from verl_like.workers.rollout_worker import RolloutWorker
+
+POLICY_ROLES = (ActorWorker, ReferenceWorker, RolloutWorker)
 
 
 @pytest.fixture
@@ -45,8 +52,8 @@ def prompts():
 
 
 def test_the_rollout_samples_from_the_weights_the_actor_exported(config):
-    actor = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
-    rollout = local_group(ActorRolloutRefWorker, config, role="rollout", seed=1)
+    actor = local_group(ActorWorker, config)
+    rollout = local_group(RolloutWorker, config, seed=1)
     for parameter in actor.workers[0].engine.parameters:
         parameter.data.mul_(0.9)
     rollout.load_weights(actor.export_weights(version=3), version=3)
@@ -58,15 +65,23 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config):
 
 
 def test_exporting_leaves_the_actor_as_it_is(config):
-    actor = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    actor = local_group(ActorWorker, config)
     before = parameters_of(actor.workers[0])
     actor.export_weights(version=0).get()
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(actor.workers[0]).items())
 
 
-def test_a_role_that_the_policy_does_not_play_is_refused(config):
-    with pytest.raises((ValueError, WorkerError), match="not 'critic'"):
-        local_group(ActorRolloutRefWorker, config, role="critic", seed=1)
+def test_a_role_has_the_methods_of_what_it_is_and_no_others():
+    methods = {role: set(registered_methods(role)) - set(registered_methods(Worker)) for role in POLICY_ROLES}
+    assert methods == {
+        ActorWorker: {
+            *("init_model", "compute_log_prob", "update_actor", "export_weights"),
+            *("save_checkpoint", "load_checkpoint", "save_hf"),
+        },
+        ReferenceWorker: {"init_model", "compute_ref_log_prob"},
+        RolloutWorker: {"init_model", "generate_sequences", "load_weights", "sleep"},
+    }
+    assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)  # the base has verl's name
 
 
 def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_teacher(monkeypatch):
@@ -92,7 +107,7 @@ def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_teacher
 
 def test_every_role_reads_weights_on_the_first_rank_alone_and_a_new_value_head_from_the_seed(config, tmp_path):
     rewards = reward_config(write_reward_model(tmp_path / "judge"))
-    made = [ActorRolloutRefWorker(config, role=role, seed=3) for role in ("actor", "ref")]
+    made = [ActorWorker(config), ReferenceWorker(config)]
     critics = [CriticWorker(critic_config(config.model.path), seed=seed) for seed in (3, 3, 4)]
     for worker in (*made, critics[0], RewardModelWorker(rewards)):
         first, other = (list(worker.build_model(with_weights).parameters()) for with_weights in (True, False))
@@ -109,22 +124,29 @@ def test_the_update_compares_with_the_engine_only_where_nothing_did_before(confi
         if without_old:
             batch.batch.pop("old_log_probs")
         config = policy_config(config.model.path, prompts=2, micro=2)
-        metrics = local_group(ActorRolloutRefWorker, config, role="actor", seed=1).update_actor(batch).get().meta_info
+        metrics = local_group(ActorWorker, config).update_actor(batch).get().meta_info
         assert ("training/rollout_probs_diff_mean" in metrics["metrics"]) == without_old
         assert ("actor/entropy" in metrics["metrics"]) == without_old
 
 
-class RecordingActor(ActorRolloutRefWorker):
+class RecordingActor(ActorWorker):
     """Tells which columns reach its methods, without a model."""
 
-    def __init__(self, role):
-        self.register_mesh(role, 1)
+    def __init__(self):
+        self.register_mesh("actor", 1)
 
     def tell(self, data):
         written = dict.fromkeys(("old_log_probs", "entropys", "ref_log_prob", "values"), torch.zeros(len(data), 1))
         return DataProto.from_dict(tensors=written, meta_info={"columns": set(data.batch.keys())})
 
-    compute_log_prob = compute_ref_log_prob = update_actor = tell
+    compute_log_prob = update_actor = tell
+
+
+class RecordingReference(ReferenceWorker):
+    def __init__(self):
+        self.register_mesh("ref", 1)
+
+    compute_ref_log_prob = RecordingActor.tell
 
 
 class RecordingCritic(CriticWorker):
@@ -135,8 +157,9 @@ class RecordingCritic(CriticWorker):
 
 
 def test_methods_are_sent_the_columns_that_they_read_and_no_others():
-    actor, reference = (LocalWorkerGroup(ClassWithInitArgs(RecordingActor, role=role)) for role in ("actor", "ref"))
-    critic, data = LocalWorkerGroup(ClassWithInitArgs(RecordingCritic)), make_batch(rows=2)
+    classes = (RecordingActor, RecordingReference, RecordingCritic)
+    actor, reference, critic = (LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes)
+    data = make_batch(rows=2)
     data.batch["own_column"] = torch.ones(2, 1)
     sequence = {"input_ids", "attention_mask", "position_ids", "response_mask"}
     methods = {
@@ -155,6 +178,7 @@ def test_a_method_that_does_not_write_what_it_declares_is_an_error():
         def compute_log_prob(self, data):
             return DataProto.from_dict(tensors={"old_log_probs": torch.zeros(len(data), 1)})
 
+    class SilentReference(RecordingReference):
         def compute_ref_log_prob(self, data):
             return DataProto.from_dict(tensors={})
 
@@ -162,8 +186,8 @@ def test_a_method_that_does_not_write_what_it_declares_is_an_error():
         def compute_values(self, data):
             return DataProto.from_dict(tensors={})
 
-    actor, reference = (LocalWorkerGroup(ClassWithInitArgs(SilentActor, role=role)) for role in ("actor", "ref"))
-    critic = LocalWorkerGroup(ClassWithInitArgs(SilentCritic))
+    classes = (SilentActor, SilentReference, SilentCritic)
+    actor, reference, critic = (LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes)
     for method, missing in {
         actor.compute_log_prob: "entropys",
         reference.compute_ref_log_prob: "ref_log_prob",
@@ -177,7 +201,7 @@ def test_a_model_that_is_not_there_is_named_by_its_key(config, tmp_path):
     missing = str(tmp_path / "nothing")
     model = config.model.model_copy(update={"path": missing})
     workers = {
-        "actor_rollout_ref.model": ActorRolloutRefWorker(config.model_copy(update={"model": model}), "actor", seed=1),
+        "actor_rollout_ref.model": ActorWorker(config.model_copy(update={"model": model})),
         "critic.model": CriticWorker(critic_config(missing), seed=1),
         "reward_model.model": RewardModelWorker(reward_config(missing)),
     }

@@ -5,7 +5,7 @@ import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.engine.mini_batches import to_rows
 from verl_like.workers.engine.throughput import Stopwatch, peak_flops, speed_metrics
 
@@ -13,7 +13,7 @@ from verl_like.workers.engine.throughput import Stopwatch, peak_flops, speed_met
 @pytest.fixture(scope="module")
 def actor(tmp_path_factory):
     path = write_model(tmp_path_factory.mktemp("models") / "policy")
-    return local_group(ActorRolloutRefWorker, policy_config(path, ppo_epochs=2), role="actor", seed=1)
+    return local_group(ActorWorker, policy_config(path, ppo_epochs=2))
 
 
 def test_every_pass_reports_its_speed(actor):

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller.failure import WorkerError
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine.mini_batches import MiniBatch
+from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -34,7 +35,7 @@ def model_path(tmp_path_factory):
 
 
 def actor_group(path, **settings):
-    return local_group(ActorRolloutRefWorker, policy_config(path, **settings), role="actor", seed=1)
+    return local_group(ActorWorker, policy_config(path, **settings))
 
 
 def critic_group(path, **settings):
@@ -43,7 +44,7 @@ def critic_group(path, **settings):
 
 def update(group, data):
     """Metrics of one update."""
-    call = group.update_actor if isinstance(group.workers[0], ActorRolloutRefWorker) else group.update_critic
+    call = group.update_actor if isinstance(group.workers[0], ActorWorker) else group.update_critic
     return metric_values(call(data).get().meta_info["metrics"])
 
 
@@ -118,7 +119,7 @@ def test_scores_come_back_in_the_order_of_the_rows_whatever_the_budget(model_pat
     by_tokens = {"use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 11}
 
     def scores(budget, **settings):
-        reference = local_group(ActorRolloutRefWorker, policy_config(model_path, budget=budget), role="ref", seed=1)
+        reference = local_group(ReferenceWorker, policy_config(model_path, budget=budget))
         critic = critic_group(model_path, **settings)
         reward_model = local_group(RewardModelWorker, reward_config(reward_path, **settings))
         calls = (reference.compute_ref_log_prob, critic.compute_values, reward_model.compute_rm_score)
@@ -236,7 +237,7 @@ def test_gradient_checkpointing_changes_no_number(model_path):
         config = policy_config(model_path)
         model = config.model.model_copy(update={"enable_gradient_checkpointing": enable})
         config = config.model_copy(update={"model": model})
-        group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+        group = local_group(ActorWorker, config)
         results.append(gradients_of(group.workers[0], lambda group=group: update(group, data))[0])
     assert relative_error(results[1], results[0]) < 1e-6
 
@@ -252,7 +253,7 @@ def test_bfloat16_layers_train_float32_weights(model_path):
 
 def test_log_probs_of_a_fresh_actor_and_the_reference_are_the_same(model_path):
     data = make_batch()
-    reference = local_group(ActorRolloutRefWorker, policy_config(model_path), role="ref", seed=1)
+    reference = local_group(ReferenceWorker, policy_config(model_path))
     actor = actor_group(model_path, micro=3)
     output = actor.compute_log_prob(data).get()
     ref_log_prob = reference.compute_ref_log_prob(data).get().batch["ref_log_prob"]
@@ -336,11 +337,10 @@ def test_the_exported_critic_reloads_with_its_head(model_path, tmp_path):
 def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path):
     data, path = make_batch(), str(tmp_path / "checkpoint")
     config = policy_config(model_path, optim={"lr": 1e-2, "lr_scheduler_type": "linear"})
-    arguments = {"role": "actor", "seed": 1, "total_training_steps": 5}
-    straight = local_group(ActorRolloutRefWorker, config, **arguments)
+    straight = local_group(ActorWorker, config, total_training_steps=5)
     update(straight, data)
     straight.save_checkpoint(path)
-    resumed = local_group(ActorRolloutRefWorker, config, **arguments)
+    resumed = local_group(ActorWorker, config, total_training_steps=5)
     resumed.load_checkpoint(path)
     assert update(straight, data)["actor/lr"] == update(resumed, data)["actor/lr"] == 8e-3
     expected = parameters_of(straight.workers[0])
@@ -388,12 +388,11 @@ def test_the_reward_models_score_lies_on_the_last_response_token(tmp_path):
 def test_a_mini_batch_that_does_not_divide_by_the_ranks_is_refused(model_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     worker = CriticWorker(critic_config(model_path), seed=1)
-    monkeypatch.setattr("verl_like.workers.critic.init_process_group", lambda *_: None)
     with pytest.raises(ValueError, match=r"critic\.ppo_mini_batch_size=8 prompts x 1 samples"):
         worker.init_model()
 
 
-class HalvedLossActor(ActorRolloutRefWorker):
+class HalvedLossActor(ActorWorker):
     """A user's subclass that changes the objective."""
 
     def policy_loss(self, micro, mini_batch):
@@ -404,7 +403,7 @@ class HalvedLossActor(ActorRolloutRefWorker):
 def test_a_subclass_changes_the_objective(model_path):
     data = make_batch()
     whole = update(actor_group(model_path), data)
-    half = local_group(HalvedLossActor, policy_config(model_path), role="actor", seed=1)
+    half = local_group(HalvedLossActor, policy_config(model_path))
     metrics = metric_values(half.update_actor(data).get().meta_info["metrics"])
     assert metrics["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"] / 2, rel=1e-6)
 

@@ -22,7 +22,7 @@ from tiny_worker_models import (
 
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
 
@@ -51,9 +51,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     out, model = Path(folder), str(Path(folder, "model"))
     data = padded_half(make_batch(rows=7), rank)
     for layout, fsdp_size in LAYOUTS.items():
-        worker = ActorRolloutRefWorker(
-            policy_config(model, micro=3, fsdp={"fsdp_size": fsdp_size}, **OBJECTIVE), role="actor", seed=1
-        )
+        worker = ActorWorker(policy_config(model, micro=3, fsdp={"fsdp_size": fsdp_size}, **OBJECTIVE))
         worker.init_model()
         log_probs = worker.compute_log_prob(data).batch["old_log_probs"]
         gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data))
@@ -66,11 +64,11 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
         worker.save_checkpoint(str(out / f"{layout}_checkpoint"))
         worker.save_hf(str(out / f"{layout}_huggingface"))
     ordered = make_batch(rows=8).select_idxs(rank_order(8, mini_batch_rows=4, world_size=2))
-    worker = ActorRolloutRefWorker(policy_config(model, prompts=4, micro=1, **SMALL_STEPS), role="actor", seed=1)
+    worker = ActorWorker(policy_config(model, prompts=4, micro=1, **SMALL_STEPS))
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4))))
     save_file(gradients, out / f"second_gradients_{rank}")
-    worker = ActorRolloutRefWorker(policy_config(model, budget=BUDGET), role="actor", seed=1)
+    worker = ActorWorker(policy_config(model, budget=BUDGET))
     worker.init_model()
     passes = []
     worker.engine.model.register_forward_pre_hook(lambda *_: passes.append(rank))
@@ -78,7 +76,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     log_probs = worker.compute_log_prob(half).batch["old_log_probs"]
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(half))
     save_file({"log_probs": log_probs, "passes": torch.tensor(len(passes))} | gradients, out / f"budget_{rank}")
-    worker = ActorRolloutRefWorker(policy_config(model, fsdp={"dtype": "bfloat16"}), role="actor", seed=1)
+    worker = ActorWorker(policy_config(model, fsdp={"dtype": "bfloat16"}))
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(data))
     save_file(gradients, out / f"bfloat16_gradients_{rank}")
@@ -104,9 +102,7 @@ def two_ranks(tmp_path_factory):
 def one_rank(two_ranks):
     """Gradients, metrics, log-probabilities and parameters of the same update on one rank."""
     data = make_batch(rows=7)
-    group = local_group(
-        ActorRolloutRefWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE), role="actor", seed=1
-    )
+    group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE))
     log_probs = group.compute_log_prob(data).get().batch["old_log_probs"]
     gradients, output = gradients_of(group.workers[0], lambda: group.update_actor(data).get())
     return {
@@ -147,7 +143,7 @@ def test_both_ranks_hold_the_same_weights_after_the_update(two_ranks, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, layout):
     config = policy_config(str(two_ranks / "model"), **OBJECTIVE)
-    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    group = local_group(ActorWorker, config)
     group.load_checkpoint(str(two_ranks / f"{layout}_checkpoint"))
     saved = load_file(two_ranks / f"{layout}_state_0")
     loaded = parameters_of(group.workers[0])
@@ -179,7 +175,7 @@ def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_comp
     long, short = (len(pack_into_micro_batches(half, BUDGET)) for half in (lengths[:4], lengths[4:]))
     assert long > short
     config = policy_config(str(two_ranks / "model"))
-    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    group = local_group(ActorWorker, config)
     log_probs = group.compute_log_prob(rows).get().batch["old_log_probs"]
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(rows).get())
     halves = [load_file(two_ranks / f"budget_{rank}") for rank in (0, 1)]
@@ -199,7 +195,7 @@ def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):
 
 def test_ordered_rows_make_the_same_mini_batches_on_two_ranks_as_on_one(two_ranks):
     config = policy_config(str(two_ranks / "model"), prompts=4, **SMALL_STEPS)
-    group = local_group(ActorRolloutRefWorker, config, role="actor", seed=1)
+    group = local_group(ActorWorker, config)
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(make_batch(rows=8)).get())
     # Of the second step: a difference of rounding in the first may move a weight by up to the learning rate.
     assert relative_error(load_file(two_ranks / "second_gradients_0"), gradients) < 1e-3

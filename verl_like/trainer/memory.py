@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role, process_groups
-from verl_like.workers.actor_rollout_ref import log_prob_micro_batching
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
-from verl_like.workers.engine.mini_batches import MicroBatching
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
 from verl_like.workers.models.pretrained import decoder_layers, load_hf_config
+from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
 GB = 1e9
 OVERHEAD = 3.0 * GB

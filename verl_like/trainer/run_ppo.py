@@ -34,7 +34,7 @@ from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward_columns
 from verl_like.trainer.tracking import require_trackers
-from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.pretrained import (
     check_sequence_length,
@@ -43,7 +43,9 @@ from verl_like.workers.models.pretrained import (
     load_hf_config,
     load_tokenizer,
 )
+from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
+from verl_like.workers.rollout_worker import RolloutWorker
 
 
 @dataclass(frozen=True)
@@ -321,12 +323,12 @@ def build_role_worker_mapping(
     steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
     # The actor's schedule counts the steps that train it: those after the critic's warm-up.
     actor_steps = steps and steps - config.trainer.critic_warmup
-    policy = {"config": config.actor_rollout_ref, "seed": seed, "total_training_steps": actor_steps}
+    policy = {"config": config.actor_rollout_ref}
     critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
-        Role.Actor: (ActorRolloutRefWorker, policy | {"role": "actor"}),
-        Role.Rollout: (ActorRolloutRefWorker, policy | {"role": "rollout"}),
-        Role.RefPolicy: (ActorRolloutRefWorker, policy | {"role": "ref"}),
+        Role.Actor: (ActorWorker, policy | {"total_training_steps": actor_steps}),
+        Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
+        Role.RefPolicy: (ReferenceWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
         Role.RewardModel: (RewardModelWorker, {"config": config.reward_model}),
     }

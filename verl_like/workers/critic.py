@@ -7,24 +7,21 @@ from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config import CriticConfig
-from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
-    MicroBatching,
     MicroMetrics,
     MiniBatch,
     Rows,
-    UpdateSchedule,
     forward,
-    per_rank_rows,
     to_rows,
     update,
 )
 from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.models.pretrained import load_pretrained
-from verl_like.workers.trained_worker import TrainedWorker
+from verl_like.workers.planning.partition import MicroBatching
 
 
 class CriticWorker(TrainedWorker):
@@ -46,42 +43,23 @@ class CriticWorker(TrainedWorker):
         total_training_steps: int | None = None,
         shares_device: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(shares_device)
         self.config = config
         self.seed = seed
         self.rollout_n = rollout_n
         self.total_training_steps = total_training_steps
-        self.shares_device = shares_device
         self.model_config = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
-        init_process_group(self.device, self.rank, self.world_size)
-        data_parallel_size = self.register_mesh("critic", self.config.ulysses_sequence_parallel_size)
-        self.schedule = UpdateSchedule(
-            mini_batch_rows=per_rank_rows(
-                self.config.ppo_mini_batch_size, self.rollout_n, data_parallel_size, "critic.ppo_mini_batch_size"
-            ),
-            micro_batching=MicroBatching(
-                self.config.ppo_micro_batch_size_per_gpu,
-                self.config.ppo_max_token_len_per_gpu,
-                self.config.use_dynamic_bsz,
-            ),
-            epochs=self.config.ppo_epochs,
-        )
-        self.engine = TrainingEngine(
-            self.build_model,
-            fsdp=self.config.model.fsdp_config,
-            device=self.device,
-            optim=self.config.optim,
-            grad_clip=self.config.grad_clip,
+        self.start_training_engine(
+            "critic",
+            self.config,
+            self.config.model.fsdp_config,
+            key="critic",
+            samples_per_prompt=self.rollout_n,
             total_training_steps=self.total_training_steps,
-            gradient_checkpointing=self.config.model.enable_gradient_checkpointing,
-            activation_offload=self.config.model.enable_activation_offload,
-            torch_compile=self.config.model.use_torch_compile,
-            sequence_parallel_size=self.config.ulysses_sequence_parallel_size,
-            shares_device=self.shares_device,
         )
 
     def build_model(self, with_weights: bool) -> ValueModel:

@@ -8,35 +8,28 @@ from transformers import AutoModelForSequenceClassification
 from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
-from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import RewardModelConfig
-from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
-from verl_like.workers.engine.mini_batches import MicroBatching, Rows, forward, to_rows
+from verl_like.workers.engine.mini_batches import Rows, forward, to_rows
+from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, pack
 from verl_like.workers.models.pretrained import load_pretrained
+from verl_like.workers.planning.partition import MicroBatching
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ModelWorker):
     """One rank of the reward model. It reads the policy's token ids, so both share a vocabulary."""
 
     reward_columns: ClassVar = {"rm_scores": 1.0}
 
     def __init__(self, config: RewardModelConfig, shares_device: bool = False) -> None:
-        super().__init__()
+        super().__init__(shares_device)
         self.config = config
-        self.shares_device = shares_device
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        init_process_group(self.device, self.rank, self.world_size)
-        self.engine = TrainingEngine(
-            self.build_model,
-            fsdp=self.config.model.fsdp_config,
-            device=self.device,
-            shares_device=self.shares_device,
-        )
+        self.start_engine(self.config.model.fsdp_config)
 
     def build_model(self, with_weights: bool) -> RewardModel:
         """The reward model before it is sharded; without weights it is made on the meta device."""

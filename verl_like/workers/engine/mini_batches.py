@@ -13,24 +13,12 @@ from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.engine.fsdp import TrainingEngine
-from verl_like.workers.planning.partition import pack_into_micro_batches
+from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
 
 Rows = dict[str, torch.Tensor]
 """Some rows of a batch by column, on the engine's device."""
-
-
-@dataclass(frozen=True)
-class MicroBatching:
-    """How a rank's rows become micro-batches, each one pass of the model: by their number or by their tokens."""
-
-    rows: int
-    """Rows of a micro-batch, unless `by_tokens`."""
-    tokens: int
-    """Most tokens of a micro-batch without padding, for each of the ranks that share it."""
-    by_tokens: bool
-    """Whether `tokens` is the limit, not `rows`."""
 
 
 @dataclass(frozen=True)

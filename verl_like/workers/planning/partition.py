@@ -6,8 +6,11 @@ Plain functions of lengths, without torch or processes, so that every rank and t
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+from verl_like.workers.config import RefConfig, RolloutConfig
 
 # Legend: B rows of a batch.
 
@@ -19,6 +22,25 @@ _ROUNDS, _PATIENCE = 40, 10
 """Most rounds of exchanges, and rounds without a gain after which they end."""
 _WIDTH = 128
 """Rows of a share that one round looks at; of a larger share an even sample, another one each round."""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a rank's rows become micro-batches, each one pass of the model: by their number or by their tokens."""
+
+    rows: int
+    """Rows of a micro-batch, unless `by_tokens`."""
+    tokens: int
+    """Most tokens of a micro-batch without padding, for each of the ranks that share it."""
+    by_tokens: bool
+    """Whether `tokens` is the limit, not `rows`."""
+
+
+def log_prob_micro_batching(part: RolloutConfig | RefConfig) -> MicroBatching:
+    """The micro-batches in which log-probabilities are computed."""
+    return MicroBatching(
+        part.log_prob_micro_batch_size_per_gpu, part.log_prob_max_token_len_per_gpu, part.log_prob_use_dynamic_bsz
+    )
 
 
 def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:

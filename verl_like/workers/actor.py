@@ -1,0 +1,165 @@
+"""The policy that is trained: its log-probabilities, its updates, and its weights for the rollout."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl_like.algorithms.kl import kl_penalty
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
+from verl_like.protocol import DataProto, Metric
+from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.engine.mini_batches import (
+    DeviceMetric,
+    MicroMetrics,
+    MiniBatch,
+    Rows,
+    forward,
+    read_metrics,
+    to_rows,
+    update,
+)
+from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.planning.partition import log_prob_micro_batching
+from verl_like.workers.weight_sync import WeightExport, collect_weights
+
+
+class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
+    """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
+
+    Args:
+        config: settings of the policy in all its roles.
+        total_training_steps: steps that train the actor, for a learning rate that depends on them.
+        shares_device: whether a rollout engine takes memory of the device in turn.
+    """
+
+    def __init__(
+        self, config: ActorRolloutRefConfig, total_training_steps: int | None = None, shares_device: bool = False
+    ) -> None:
+        super().__init__(config, shares_device)
+        self.total_training_steps = total_training_steps
+        self.model_config = config.model
+        self.fsdp_config = config.actor.fsdp_config
+        self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
+        self.loss_inputs = required_inputs(self.policy_loss_fn)
+        self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model."""
+        self.start_training_engine(
+            "actor",
+            self.config.actor,
+            self.config.actor.fsdp_config,
+            key="actor_rollout_ref.actor",
+            samples_per_prompt=self.config.rollout.n,
+            total_training_steps=self.total_training_steps,
+        )
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["old_log_probs", "entropys"],
+    )
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probability and entropy of each response token under the present policy, (B, R) float32."""
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "actor_infer", passes=1)
+        log_probs_BR, entropys_BR = forward(
+            self.engine,
+            rows,
+            log_prob_micro_batching(self.config.rollout),
+            lambda micro: self._score(micro, with_entropy=True),
+        )
+        num_tokens = rows["response_mask"].sum().cpu()
+        (metrics,) = read_metrics([{"actor/entropy": DeviceMetric.token_mean(entropys_BR.sum(), num_tokens)}])
+        return DataProto.from_dict(
+            tensors={"old_log_probs": log_probs_BR, "entropys": entropys_BR},
+            meta_info={"metrics": metrics | stopwatch.metrics()},
+        )
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
+        blocking=False,
+        reads=[*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"],
+    )
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
+
+        A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
+
+        Raises:
+            ValueError: several optimizer steps without `old_log_probs`.
+        """
+        rows = to_rows(data, self.device)
+        num_rows, schedule = len(rows["input_ids"]), self.schedule
+        if "old_log_probs" not in rows and (schedule.epochs > 1 or num_rows > schedule.mini_batch_rows):
+            raise ValueError(
+                f"update_actor got no old_log_probs for {num_rows} rows, which are {schedule.epochs} epoch(s) in steps "
+                f"of {schedule.mini_batch_rows}: from the second step on the policy is another one; call "
+                "compute_log_prob before and add what it returns to the batch."
+            )
+        stopwatch = Stopwatch(self.engine, rows, "actor", passes=3 * self.schedule.epochs)
+        metrics = update(self.engine, rows, self.schedule, self.policy_loss, prefix="actor")
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
+
+    def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+        """The share of some rows in their mini-batch's loss: clipped surrogate - entropy bonus + KL loss.
+
+        Args:
+            micro: the columns that `update_actor` reads, b rows.
+            mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
+
+        Returns:
+            The loss, and metrics that merge exactly over micro-batches and ranks.
+        """
+        actor, mask_BR = self.config.actor, micro["response_mask"]
+        aggregate = mini_batch.aggregate(actor.loss_agg_mode)
+        old_log_prob_BR = micro.get("old_log_probs")
+        with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
+        log_prob_BR, *entropy_BR = self._score(micro, with_entropy=with_entropy)
+        if old_log_prob_BR is None:
+            old_log_prob_BR = log_prob_BR.detach()
+        inputs: dict[str, Any] = {**micro, "old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
+        inputs |= {"entropy": entropy_BR[0]} if with_entropy else {}
+        inputs |= {"loss_agg_mode": actor.loss_agg_mode, "options": self.loss_options}
+        inputs["config"] = actor.model_copy(update={"global_batch_info": mini_batch.global_batch_info})
+        loss, values = call_by_name(self.policy_loss_fn, inputs)
+        token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
+        metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
+        metrics["actor/pg_loss"] = DeviceMetric.sum(loss, mini_batch.share)
+        if "old_log_probs" not in micro:  # what `compute_log_prob` and the driver would have told
+            metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
+        if "old_log_probs" not in micro and "rollout_log_probs" in micro:
+            difference_BR = zero_masked(micro["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
+            metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())
+            metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
+        if actor.entropy_coeff != 0:
+            entropy_loss = aggregate(entropy_BR[0], mask_BR)
+            loss = loss - actor.entropy_coeff * entropy_loss
+            metrics["actor/entropy_loss"] = DeviceMetric.sum(entropy_loss, mini_batch.share)
+        if actor.use_kl_loss:
+            kl_loss = aggregate(kl_penalty(log_prob_BR, micro["ref_log_prob"], actor.kl_loss_type), mask_BR)
+            loss = loss + actor.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = DeviceMetric.sum(kl_loss, mini_batch.share)
+            metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
+        return loss, metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def export_weights(self, version: int) -> WeightExport:
+        """This rank's part of the weights for the rollout engines, in their dtype, as version `version`."""
+        with self.engine.on_device():
+            return collect_weights(
+                self.engine.named_parameters(),
+                dtype=getattr(torch, self.config.rollout.dtype),
+                rank=self.rank,
+                world_size=self.world_size,
+                version=version,
+            )

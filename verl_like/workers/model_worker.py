@@ -1,0 +1,123 @@
+"""What the workers around a model have in common: the engine that runs it, checkpoints and export."""
+
+from typing import Any
+
+import torch
+
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.worker import Worker
+from verl_like.workers.config import ActorConfig, CriticConfig, ForwardFsdpConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
+from verl_like.workers.engine.mini_batches import UpdateSchedule, per_rank_rows
+from verl_like.workers.engine.sequence_parallel import data_parallel_size
+from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.pretrained import save_pretrained
+from verl_like.workers.planning.partition import MicroBatching
+
+
+class ModelWorker(Worker):
+    """One rank of a model that an engine runs; `init_model` of a subclass starts the engine.
+
+    Args:
+        shares_device: whether a rollout engine takes memory of the device in turn.
+    """
+
+    engine: TrainingEngine
+
+    def __init__(self, shares_device: bool = False) -> None:
+        super().__init__()
+        self.shares_device = shares_device
+
+    def build_model(self, with_weights: bool) -> PackedModel:
+        """The model before it is sharded; without weights it is made on the meta device."""
+        raise NotImplementedError
+
+    def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> int:
+        """Names the shard of a batch that this rank works on; returns the number of shards.
+
+        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the result.
+        """
+        shards = data_parallel_size(self.world_size, sequence_parallel_size)
+        shard, rank_in_shard = divmod(self.rank, sequence_parallel_size)
+        self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
+        return shards
+
+    def start_engine(self, fsdp: ForwardFsdpConfig | TrainedFsdpConfig, **settings: Any) -> None:
+        """Joins the ranks of the group and makes `engine`; `settings` are the engine's further arguments."""
+        init_process_group(self.device, self.rank, self.world_size)
+        self.engine = TrainingEngine(
+            self.build_model, fsdp=fsdp, device=self.device, shares_device=self.shares_device, **settings
+        )
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a model that is trained, saved and exported."""
+
+    model_config: TrainedModelConfig
+    schedule: UpdateSchedule
+    """How the rows of an update become optimizer steps."""
+
+    def start_training_engine(
+        self,
+        mesh_name: str,
+        settings: ActorConfig | CriticConfig,
+        fsdp: TrainedFsdpConfig,
+        *,
+        key: str,
+        samples_per_prompt: int,
+        total_training_steps: int | None,
+    ) -> None:
+        """Makes the engine and the schedule of its updates; `key` names `settings` in messages.
+
+        Raises:
+            ValueError: ranks, rows of a mini-batch or attention heads do not divide as the settings ask.
+        """
+        shards = self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
+        self.schedule = UpdateSchedule(
+            mini_batch_rows=per_rank_rows(
+                settings.ppo_mini_batch_size, samples_per_prompt, shards, f"{key}.ppo_mini_batch_size"
+            ),
+            micro_batching=MicroBatching(
+                settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
+            ),
+            epochs=settings.ppo_epochs,
+        )
+        self.start_engine(
+            fsdp,
+            optim=settings.optim,
+            grad_clip=settings.grad_clip,
+            total_training_steps=total_training_steps,
+            gradient_checkpointing=self.model_config.enable_gradient_checkpointing,
+            activation_offload=self.model_config.enable_activation_offload,
+            torch_compile=self.model_config.use_torch_compile,
+            sequence_parallel_size=settings.ulysses_sequence_parallel_size,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see."""
+        self.engine.save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Reads what `save_checkpoint` wrote, on any number of ranks.
+
+        Raises:
+            ValueError: there is no checkpoint at `path`.
+        """
+        with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
+            self.engine.load(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, path: str) -> None:
+        """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
+        dtype = getattr(torch, self.engine.fsdp.dtype)
+        kept = {}
+        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
+        # host memory, for an inference engine may have its share of the device.
+        for name, parameter in self.engine.named_parameters():
+            gathered = parameter.detach().to("cpu", dtype).full_tensor()
+            if self.rank == 0:
+                kept[name] = gathered
+        if self.rank == 0:
+            save_pretrained(self.engine.model.hf, kept, self.model_config, dtype, path)

@@ -1,0 +1,47 @@
+"""The frozen reference policy."""
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.engine.mini_batches import forward, to_rows
+from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.planning.partition import log_prob_micro_batching
+
+
+class ReferenceWorker(ActorRolloutRefWorker):
+    """One rank of the reference policy, which is only run forward. Subclasses change the model in `build_model`."""
+
+    def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
+        super().__init__(config, shares_device)
+        self.fsdp_config = config.ref.fsdp_config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model; ranks share sequences as the actor's do."""
+        sequence_parallel_size = self.config.actor.ulysses_sequence_parallel_size
+        self.register_mesh("ref", sequence_parallel_size)
+        self.start_engine(
+            self.fsdp_config,
+            torch_compile=self.config.model.use_torch_compile,
+            sequence_parallel_size=sequence_parallel_size,
+        )
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["ref_log_prob"],
+    )
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probability of each response token under the reference policy, (B, R) float32."""
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, "ref", passes=1)
+        (log_probs_BR,) = forward(
+            self.engine,
+            rows,
+            log_prob_micro_batching(self.config.ref),
+            lambda micro: self._score(micro, with_entropy=False),
+        )
+        return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR}, meta_info={"metrics": stopwatch.metrics()})

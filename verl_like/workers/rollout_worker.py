@@ -1,0 +1,61 @@
+"""The policy as it generates responses, in an inference engine."""
+
+from collections.abc import Generator
+from typing import Any
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
+from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.rollout import FinishedSample, build_rollout_engine
+from verl_like.workers.weight_sync import WeightExport
+
+
+class RolloutWorker(ActorRolloutRefWorker):
+    """One rank of the policy that generates.
+
+    Args:
+        config: settings of the policy in all its roles.
+        seed: the run's seed, for sampling.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig, seed: int) -> None:
+        super().__init__(config)
+        self.seed = seed
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Starts the inference engine; it has no weights before `load_weights`."""
+        self.rollout = build_rollout_engine(
+            self.config.rollout,
+            self.config.model,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            device=self.device,
+        )
+        self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
+        """Takes what all ranks of the actor exported into the inference engine; samples then carry `version`."""
+        return self.rollout.load_weights(exported, version)
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),
+        blocking=False,
+        reads=["input_ids", "attention_mask", "position_ids", "uid"],
+        writes=["prompts", "responses", *SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
+    )
+    def generate_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
+        """n responses to each of the (B, P) prompts, the responses to one prompt next to each other: (B * n) rows.
+
+        Yields lists of those that are finished while others are still generated.
+        """
+        return (yield from self.rollout.stream_sequences(prompts))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights` wakes the engine."""
+        self.rollout.sleep()
