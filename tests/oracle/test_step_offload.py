@@ -12,7 +12,7 @@ from step_table import CRITIC_FSDP, FSDP
 
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.workers.engine.fsdp import TrainingEngine
+from verl_like.workers.engine.fsdp import FsdpEngine
 
 DEVICE = "cpu:0"  # for torch another place than "cpu": tensors are copied between the two
 
@@ -32,7 +32,7 @@ class Places:
     """Knows where every tensor of a model is, from the moves that are asked for; None where there was none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engines: dict[str, TrainingEngine] = {}
+        self.engines: dict[str, FsdpEngine] = {}
         self.place: dict[tuple[str, str], str] = {}
         self.used_at: dict[tuple[str, str], set[str | None]] = defaultdict(set)
         move = torch.Tensor.to
@@ -67,7 +67,7 @@ class Places:
             )
         return groups
 
-    def watch(self, role: str, engine: TrainingEngine) -> None:
+    def watch(self, role: str, engine: FsdpEngine) -> None:
         self.engines[role], engine.device = engine, DEVICE
         engine.model.register_forward_pre_hook(lambda *_: self.uses(role, "parameters"))
         if engine.optimizer:

@@ -407,7 +407,7 @@ def test_a_missing_vllm_says_what_to_install(
 
 def test_tensor_parallel_size_must_divide_the_processes(model: tuple[str, LlamaForCausalLM]) -> None:
     with pytest.raises(
-        ValueError, match=r"tensor_model_parallel_size=4 does not divide the rollout pool's 2 processes"
+        ValueError, match=r"tensor_model_parallel_size=4 does not divide the 2 processes of the rollout pool"
     ):
         make_engine(model, tensor_model_parallel_size=4)
 

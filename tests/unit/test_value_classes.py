@@ -9,7 +9,8 @@ import torch.distributed as dist
 from verl_like.protocol import metric_values
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.metrics import ValidationSample
-from verl_like.workers.engine import fsdp
+from verl_like.workers.engine import mesh
+from verl_like.workers.engine.base import StepResult
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 
 MICRO = MicroBatching(rows=1, tokens=2, by_tokens=False)
@@ -19,7 +20,7 @@ VALUES = [
     UpdateSchedule(1, MICRO, epochs=1),
     RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True),
     ValidationSample("source", "0-0", {}),
-    fsdp.StepResult(1.0, skipped=False),
+    StepResult(1.0, skipped=False),
 ]
 
 
@@ -34,8 +35,8 @@ def test_a_rank_takes_the_only_gpu_it_sees_and_talks_by_nccl(monkeypatch: pytest
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **arguments: calls.append((backend, arguments)))
-    fsdp.init_process_group("cuda", rank=1, world_size=2)
-    expected = {"rank": 1, "world_size": 2, "timeout": fsdp.COLLECTIVE_DEADLINE}
+    mesh.init_process_group("cuda", rank=1, world_size=2)
+    expected = {"rank": 1, "world_size": 2, "timeout": mesh.COLLECTIVE_DEADLINE}
     assert calls == [0, ("cpu:gloo,cuda:nccl", expected)]
 
 

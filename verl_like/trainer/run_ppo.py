@@ -36,7 +36,9 @@ from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.models.attention import check_attention
 from verl_like.workers.models.pretrained import (
+    check_attention_heads,
     check_sequence_length,
     check_tokenizer,
     fetch_weights,
@@ -198,11 +200,7 @@ def check_environment(config: PPOConfig) -> None:
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
     models |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
     for key, model in models.items():
-        if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-            raise ValueError(
-                f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
-                "pip install --no-build-isolation -e '.[flash]', or leave attn_implementation out."
-            )
+        check_attention(model.attn_implementation, key=key)
     if address:
         require_cluster(address)
     else:
@@ -261,12 +259,8 @@ def check_models(config: PPOConfig) -> None:
     shared = [(config.actor_rollout_ref.actor, "actor_rollout_ref.actor", policy)]
     shared += [(config.critic, "critic", configs["critic.model"])] if config.needs_critic else []
     for part, key, model in shared:
-        if model.num_attention_heads % part.ulysses_sequence_parallel_size:
-            raise ValueError(
-                f"{key}.ulysses_sequence_parallel_size={part.ulysses_sequence_parallel_size} does not divide the "
-                f"{model.num_attention_heads} attention heads of the model, of which every rank takes a share; choose "
-                "a divisor."
-            )
+        size = part.ulysses_sequence_parallel_size
+        check_attention_heads(model, size, key=f"{key}.ulysses_sequence_parallel_size")
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:

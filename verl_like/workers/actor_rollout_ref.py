@@ -41,5 +41,5 @@ class ActorRolloutRefWorker(ModelWorker):
     def _score(self, micro: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of the response tokens and, if asked for, entropies: (b, R) each."""
         packed = self.engine.pack(micro)
-        log_probs, entropies = self.engine.model(packed, self.config.rollout.temperature, with_entropy)
+        log_probs, entropies = self.engine.run(packed, self.config.rollout.temperature, with_entropy)
         return tuple(packed.unpack(scores) for scores in (log_probs, entropies) if scores is not None)

@@ -138,4 +138,4 @@ class CriticWorker(TrainedWorker):
 
     def _predict(self, micro: Rows) -> torch.Tensor:
         packed = self.engine.pack(micro)
-        return packed.unpack(self.engine.model(packed))
+        return packed.unpack(self.engine.run(packed))

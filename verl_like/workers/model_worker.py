@@ -2,17 +2,15 @@
 
 from typing import Any
 
-import torch
-
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import ActorConfig, CriticConfig, ForwardFsdpConfig, TrainedFsdpConfig, TrainedModelConfig
-from verl_like.workers.engine.fsdp import TrainingEngine, init_process_group
-from verl_like.workers.engine.mini_batches import UpdateSchedule, per_rank_rows
-from verl_like.workers.engine.sequence_parallel import data_parallel_size
+from verl_like.workers.engine.base import TrainingEngine
+from verl_like.workers.engine.fsdp import FsdpEngine
+from verl_like.workers.engine.mesh import init_process_group
+from verl_like.workers.engine.mini_batches import UpdateSchedule
 from verl_like.workers.models.packed_models import PackedModel
-from verl_like.workers.models.pretrained import save_pretrained
-from verl_like.workers.planning.partition import MicroBatching
+from verl_like.workers.planning.partition import MicroBatching, num_groups, rows_per_rank
 
 
 class ModelWorker(Worker):
@@ -37,7 +35,9 @@ class ModelWorker(Worker):
 
         `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the result.
         """
-        shards = data_parallel_size(self.world_size, sequence_parallel_size)
+        shards = num_groups(
+            sequence_parallel_size, self.world_size, "ranks of the pool", key="ulysses_sequence_parallel_size"
+        )
         shard, rank_in_shard = divmod(self.rank, sequence_parallel_size)
         self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
         return shards
@@ -45,7 +45,7 @@ class ModelWorker(Worker):
     def start_engine(self, fsdp: ForwardFsdpConfig | TrainedFsdpConfig, **settings: Any) -> None:
         """Joins the ranks of the group and makes `engine`; `settings` are the engine's further arguments."""
         init_process_group(self.device, self.rank, self.world_size)
-        self.engine = TrainingEngine(
+        self.engine = FsdpEngine(
             self.build_model, fsdp=fsdp, device=self.device, shares_device=self.shares_device, **settings
         )
 
@@ -73,10 +73,10 @@ class TrainedWorker(ModelWorker):
             ValueError: ranks, rows of a mini-batch or attention heads do not divide as the settings ask.
         """
         shards = self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
+        prompts, n = settings.ppo_mini_batch_size, samples_per_prompt
+        what = f"{key}.ppo_mini_batch_size={prompts} prompts x {n} samples = "
         self.schedule = UpdateSchedule(
-            mini_batch_rows=per_rank_rows(
-                settings.ppo_mini_batch_size, samples_per_prompt, shards, f"{key}.ppo_mini_batch_size"
-            ),
+            mini_batch_rows=rows_per_rank(prompts * n, prompts * n, shards, what=what),
             micro_batching=MicroBatching(
                 settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
             ),
@@ -111,13 +111,4 @@ class TrainedWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
-        dtype = getattr(torch, self.engine.fsdp.dtype)
-        kept = {}
-        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
-        # host memory, for an inference engine may have its share of the device.
-        for name, parameter in self.engine.named_parameters():
-            gathered = parameter.detach().to("cpu", dtype).full_tensor()
-            if self.rank == 0:
-                kept[name] = gathered
-        if self.rank == 0:
-            save_pretrained(self.engine.model.hf, kept, self.model_config, dtype, path)
+        self.engine.save_hf(path, self.model_config)

@@ -12,7 +12,7 @@ from verl_like.workers.config import RewardModelConfig
 from verl_like.workers.engine.mini_batches import Rows, forward, to_rows
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import RewardModel
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS, pack
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching
 
@@ -52,7 +52,7 @@ class RewardModelWorker(ModelWorker):
             ValueError: a sequence longer than the reward model can read.
         """
         rows = to_rows(data, self.device)
-        longest, limit = int(rows["attention_mask"].sum(-1).max()), self.engine.model.hf.config.max_position_embeddings
+        longest, limit = int(rows["attention_mask"].sum(-1).max()), self.engine.hf_config.max_position_embeddings
         if longest > limit:
             raise ValueError(
                 f"A sequence has {longest} tokens, but the reward model {self.config.model.path} reads at most "
@@ -67,4 +67,4 @@ class RewardModelWorker(ModelWorker):
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
 
     def _score(self, micro: Rows) -> tuple[torch.Tensor]:
-        return (on_last_token(self.engine.model(pack(micro)), micro["response_mask"]),)
+        return (on_last_token(self.engine.run(self.engine.pack(micro)), micro["response_mask"]),)

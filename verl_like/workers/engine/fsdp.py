@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,70 +15,32 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
+from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig, TrainedModelConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
+from verl_like.workers.engine.base import StepResult, TrainingEngine
+from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
-from verl_like.workers.engine.sequence_parallel import SequenceParallel
+from verl_like.workers.engine.sequence_parallel import shard
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
-from verl_like.workers.models.pretrained import compile_layers, decoder_layers, replace_folder
+from verl_like.workers.models.pretrained import (
+    check_attention_heads,
+    compile_layers,
+    decoder_layers,
+    replace_folder,
+    save_pretrained,
+)
+from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
-
-COLLECTIVE_DEADLINE = timedelta(minutes=30)
-"""Longest wait of a rank for its peers: they may still be reading a large model."""
 
 MAX_SKIPPED_STEPS = 3
 """Consecutive optimizer steps that may be skipped for a gradient that is not finite before the run stops."""
 
 
-def init_process_group(device: str, rank: int, world_size: int) -> None:
-    """Joins the ranks of this worker group; once a process, so that roles of one process share the group."""
-    if dist.is_initialized():
-        return
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    alone = {"store": dist.HashStore()} if world_size == 1 else {}
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE, **alone)
-
-
-def build_mesh(device: str, fsdp_size: int) -> DeviceMesh:
-    """Mesh (replicas, shards): one copy of the parameters is sharded over `fsdp_size` ranks, -1 for all.
-
-    A single copy has a mesh of two dimensions too: FSDP2 then adds up the micro-batches of a step in float32, also for
-    parameters that are stored in bfloat16.
-
-    Raises:
-        ValueError: `fsdp_size` does not divide the number of ranks.
-    """
-    world_size = dist.get_world_size()
-    shards = world_size if fsdp_size == -1 else fsdp_size
-    if world_size % shards:
-        raise ValueError(
-            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks of the pool; "
-            "use -1 or a divisor."
-        )
-    return init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replica", "shard"))
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Norm of the mini-batch's whole gradient before clipping."""
-    skipped: bool
-    """True when the norm was not finite, so that the parameters stayed as they were."""
-
-
-class TrainingEngine:
-    """One model, sharded over all ranks, and its optimizer if it is trained.
-
-    Every rank calls every method, with the same number of micro-batches: the methods communicate. Gradients of the
-    ranks are added, not averaged, so a loss divides by counts over all ranks.
+class FsdpEngine(TrainingEngine):
+    """The engine by FSDP2: one model, sharded over the ranks, and its optimizer if it is trained.
 
     Args:
         build_model: makes the model; called with True (with weights) on rank 0, False (on the meta device) elsewhere.
@@ -119,22 +80,26 @@ class TrainingEngine:
         self.optim = optim
         self.grad_clip = grad_clip
         self.total_training_steps = total_training_steps
-        self.mesh = build_mesh(device, fsdp.fsdp_size)
+        self.dtype = fsdp.dtype
+        self.mesh, batch_mesh = build_mesh(device, fsdp.fsdp_size, sequence_parallel_size)
         # A rank that holds all parameters gathers nothing: freeing its layers would save it little.
         self.reshard = fsdp.reshard_after_forward and self.mesh["shard"].size() > 1
         self.model = build_model(dist.get_rank() == 0)
         self.model.requires_grad_(optim is not None)
-        self.sequence_parallel = None
-        if sequence_parallel_size > 1:
-            self.sequence_parallel = SequenceParallel(device, sequence_parallel_size, self.model.hf.config)
-        self.cost = ModelCost.of(self.model.hf.config)
+        hf = self.model.hf
+        self.hf_config = hf.config
+        self.exchange = None
+        if batch_mesh is not None:
+            check_attention_heads(hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size")
+            self.exchange = SequenceExchange(batch_mesh["sequence"])
+        self.cost = ModelCost.of(hf.config, with_head=hf.get_output_embeddings() is not None)
         if activation_offload and device == "cuda":
             self.model.saving = ActivationOffload()
         if torch_compile:
-            compile_layers(self.model.hf)
+            compile_layers(hf)
         if gradient_checkpointing:
-            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        self.units = [*decoder_layers(self.model.hf), self.model]
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        self.units = [*decoder_layers(hf), self.model]
         self._shard(self.model)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.parameters, optim) if optim else None
@@ -168,7 +133,6 @@ class TrainingEngine:
 
     @contextmanager
     def on_device(self, *, train: bool = False) -> Iterator[None]:
-        """Within it, offloaded parameters are on the device."""
         if self.fsdp.param_offload:
             self.model.to(self.device)
         self.model.train(train)
@@ -194,16 +158,17 @@ class TrainingEngine:
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Ranks that hold the same rows."""
-        return 1 if self.sequence_parallel is None else self.sequence_parallel.size
+        return 1 if self.exchange is None else self.exchange.size
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
-        """`models.pack`; under sequence parallelism this rank's share of it."""
         packed = pack(rows)
-        return packed if self.sequence_parallel is None else self.sequence_parallel.shard(packed)
+        return packed if self.exchange is None else shard(packed, self.exchange)
+
+    def run(self, packed: PackedBatch, *inputs: Any) -> Any:
+        return self.model(packed, *inputs)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds the loss's gradient; the sum over all ranks is complete after the call with `is_last`, before `step`.
+        """`TrainingEngine.backward`.
 
         Where layers are freed after their pass, their gradients are too: each call leaves a rank its shard, in float32.
         Otherwise the whole model fits on every rank, and its gradients stay there until the last call.
@@ -214,11 +179,6 @@ class TrainingEngine:
         loss.backward()
 
     def step(self) -> StepResult:
-        """One optimizer step on the gradients added since the last one.
-
-        Raises:
-            FloatingPointError: the gradient norm was not finite, for more than `MAX_SKIPPED_STEPS` steps in a row.
-        """
         assert self.optimizer is not None and self.optim is not None
         grad_norm = self._clip_gradients()
         skipped = not math.isfinite(grad_norm)
@@ -253,20 +213,15 @@ class TrainingEngine:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the present training step."""
         assert self.optim is not None
         return learning_rate(self.training_steps, self.optim, self.total_training_steps)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(name in the Hugging Face model, sharded parameter); tied parameters once."""
         for name, parameter in self.model.named_parameters():
             yield name.removeprefix("hf."), parameter
 
     def save(self, path: str) -> None:
-        """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all.
-
-        What is offloaded is written from where it is, so that an inference engine keeps its share of the device.
-        """
+        # What is offloaded is written from where it is, so that an inference engine keeps its share of the device.
         partial = Path(f"{path}.partial")
         dcp.save(self._state(), checkpoint_id=partial)
         if dist.get_rank() == 0:
@@ -274,11 +229,6 @@ class TrainingEngine:
         dist.barrier()
 
     def load(self, path: str) -> None:
-        """Reads what `save` wrote, on any number of ranks.
-
-        Raises:
-            ValueError: there is no checkpoint at `path`.
-        """
         if not Path(path, ".metadata").is_file():
             raise ValueError(f"There is no checkpoint at {path} ({Path(path, '.metadata')} does not exist).")
         state = self._state()
@@ -288,6 +238,18 @@ class TrainingEngine:
             self.model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
         )
         self.training_steps = int(state["training_steps"])
+
+    def save_hf(self, path: str, config: TrainedModelConfig) -> None:
+        dtype = getattr(torch, self.dtype)
+        kept = {}
+        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
+        # host memory, for an inference engine may have its share of the device.
+        for name, parameter in self.named_parameters():
+            gathered = parameter.detach().to("cpu", dtype).full_tensor()
+            if dist.get_rank() == 0:
+                kept[name] = gathered
+        if dist.get_rank() == 0:
+            save_pretrained(self.model.hf, kept, config, dtype, path)
 
     def _state(self) -> dict:
         optimizers = [self.optimizer] if self.optimizer else []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
-from verl_like.workers.engine.fsdp import TrainingEngine
+from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
@@ -112,21 +112,6 @@ MicroMetrics = dict[str, DeviceMetric]
 
 MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, MicroMetrics]]
 """(rows of a micro-batch, its mini-batch) -> the micro-batch's share of the loss, and its metrics."""
-
-
-def per_rank_rows(prompts: int, samples_per_prompt: int, data_parallel_size: int, key: str) -> int:
-    """Rows of one rank in a mini-batch of `prompts` prompts, which `data_parallel_size` ranks share out.
-
-    Raises:
-        ValueError: the rows do not divide by the ranks; `key` names the setting.
-    """
-    rows = prompts * samples_per_prompt
-    if rows % data_parallel_size:
-        raise ValueError(
-            f"{key}={prompts} prompts x {samples_per_prompt} samples = {rows} rows do not divide by the "
-            f"{data_parallel_size} ranks; set it so that the rows are a multiple of {data_parallel_size}."
-        )
-    return rows // data_parallel_size
 
 
 def to_rows(data: DataProto, device: str) -> Rows:

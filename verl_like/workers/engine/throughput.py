@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from verl_like.protocol import PAD_COLUMN, Metric
-from verl_like.workers.engine.fsdp import TrainingEngine
+from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mini_batches import Rows
 
 _DENSE_BFLOAT16_PEAKS = {
@@ -39,8 +39,7 @@ class Stopwatch:
         if PAD_COLUMN in rows:
             lengths_B = lengths_B.masked_fill(rows[PAD_COLUMN], 0)
         lengths_B = lengths_B.cpu().numpy()
-        has_vocabulary = engine.model.hf.get_output_embeddings() is not None
-        scored_B = rows["response_mask"].sum(-1).cpu().numpy() if has_vocabulary else 0
+        scored_B = rows["response_mask"].sum(-1).cpu().numpy()
         self.tokens = int(lengths_B.sum())
         self.flops = passes * float(engine.cost.forward(lengths_B, scored_B).sum())
         self.start = time.perf_counter()
@@ -50,7 +49,7 @@ class Stopwatch:
         if self.engine.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start
-        peak = peak_flops(self.engine.device, self.engine.fsdp.dtype) * self.engine.sequence_parallel_size
+        peak = peak_flops(self.engine.device, self.engine.dtype) * self.engine.sequence_parallel_size
         return speed_metrics(self.phase, self.tokens, self.flops, seconds, peak)
 
 

@@ -11,9 +11,18 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from verl_like.workers.engine.sequence_parallel import SequenceParallel
+from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 # Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size, L one sequence.
+
+
+def check_attention(requested: str | None, *, key: str) -> None:
+    """Raises ValueError for an attention whose package is not installed; `key` names the model's settings."""
+    if requested == "flash_attention_2" and not _has_flash_attn():
+        raise ValueError(
+            f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
+            "pip install --no-build-isolation -e '.[flash]', or leave attn_implementation out."
+        )
 
 
 def choose_attention(requested: str | None, device: str, dtype: torch.dtype, softcap: float | None = None) -> str:
@@ -26,17 +35,9 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
         softcap: the bound of the attention logits of models that have one (Gemma 2), which torch's varlen has not.
 
     Raises:
-        ValueError: unknown name, or one that this device, dtype, model or environment does not have.
+        ValueError: one that this device, dtype or model does not have.
     """
-    if requested not in (None, *_PACKED_NAMES):
-        raise ValueError(f"attn_implementation={requested!r} is unknown; use one of {sorted(_PACKED_NAMES)} or none.")
-    has_flash = importlib.util.find_spec("flash_attn") is not None
     on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if requested == "flash_attention_2" and not has_flash:
-        raise ValueError(
-            "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: "
-            "pip install --no-build-isolation -e '.[flash]', or leave override_config.attn_implementation out."
-        )
     if requested in ("flash_attention_2", "varlen") and not on_gpu:
         raise ValueError(
             f"attn_implementation={requested} computes in bfloat16 or float16 on a GPU, not in {dtype} on {device}; "
@@ -48,9 +49,13 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
             "flash-attn and set attn_implementation=flash_attention_2, or leave it at null."
         )
     if requested is None:
-        fastest = "flash_attention_2" if has_flash else "varlen" if softcap is None else "sdpa"
+        fastest = "flash_attention_2" if _has_flash_attn() else "varlen" if softcap is None else "sdpa"
         requested = fastest if on_gpu else "sdpa"
     return _PACKED_NAMES[requested]
+
+
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 # (query (1 H N D), key and value (1 G N D), lengths, cu_seqlens, scale, window, softcap) -> (1 N H D)
@@ -70,7 +75,7 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         *,
         cu_seqlens: torch.Tensor,
         sequence_lengths: torch.Tensor,
-        sequence_parallel: SequenceParallel | None = None,
+        sequence_parallel: SequenceExchange | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,

@@ -33,7 +33,7 @@ class PackedModel(nn.Module):
                 cu_seqlens=packed.cu_seqlens,
                 # Not as a list: compiled layers would be compiled again for every other number of sequences.
                 sequence_lengths=torch.tensor(packed.sequence_lengths),
-                sequence_parallel=packed.share and packed.share.parallel,
+                sequence_parallel=packed.share and packed.share.exchange,
             )
         return outputs.last_hidden_state[0]
 

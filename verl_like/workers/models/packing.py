@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from verl_like.workers.engine.sequence_parallel import SequenceShare
+from verl_like.workers.models.sequence_exchange import SequenceShare
 
 # Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
 # S sequences.

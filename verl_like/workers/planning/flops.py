@@ -17,13 +17,13 @@ class ModelCost:
     per_token: float
     """FLOPs of the decoder layers' matrices for one token; of a mixture of experts those that a token is routed to."""
     per_scored_token: float
-    """FLOPs of the language-model head for one token."""
+    """FLOPs of the language-model head for one token; 0 where there is none."""
     per_pair: tuple[tuple[float, int | None], ...]
     """(FLOPs for one query-key pair, window) of layers with the same sliding window; None attends to all before."""
 
     @classmethod
-    def of(cls, hf_config: PretrainedConfig) -> "ModelCost":
-        """Counts the matrices of the language model, which is built without memory for it."""
+    def of(cls, hf_config: PretrainedConfig, *, with_head: bool = True) -> "ModelCost":
+        """Counts the matrices of the language model, with its head or without; it is built without memory for it."""
         hf_config = hf_config.get_text_config()
         # A configuration that came with code of its own was read with the permission to run that code.
         own_code = type(hf_config).__module__.startswith("transformers_modules.")
@@ -41,7 +41,8 @@ class ModelCost:
         for window in _windows(hf_config):
             windows[window] = windows.get(window, 0) + 1
         pair = 4.0 * heads * head_dim  # query with key, and weight with value
-        return cls(2.0 * sum(used), 2.0 * head.weight.numel(), tuple((pair * n, w) for w, n in windows.items()))
+        per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
+        return cls(2.0 * sum(used), per_scored_token, tuple((pair * n, w) for w, n in windows.items()))
 
     def forward(
         self, lengths: Sequence[int] | np.ndarray, num_scored: Sequence[int] | np.ndarray | int | None = None
@@ -50,7 +51,7 @@ class ModelCost:
 
         Args:
             lengths: (S,) tokens.
-            num_scored: (S,) tokens that the head reads; None means all, 0 a model without a language-model head.
+            num_scored: (S,) tokens that the head reads; None means all.
 
         Returns:
             (S,) float64. Attention is causal: a token attends to itself and to those before, within the window.

@@ -131,9 +131,9 @@ def balanced_rank_order(work_B: Sequence[float] | np.ndarray, mini_batch_rows: i
         ValueError: rows do not divide by `mini_batch_rows`, or those not by `world_size`.
     """
     num_rows = len(work_B)
-    _require_even_mini_batches(num_rows, mini_batch_rows, world_size)
+    share = rows_per_rank(num_rows, mini_batch_rows, world_size)
     work_B = np.asarray(work_B)
-    order = np.empty((world_size, num_rows // mini_batch_rows, mini_batch_rows // world_size), dtype=np.int64)
+    order = np.empty((world_size, num_rows // mini_batch_rows, share), dtype=np.int64)
     for index, first in enumerate(range(0, num_rows, mini_batch_rows)):
         parts = balance(work_B[first : first + mini_batch_rows], world_size, equal_size=True)
         order[:, index] = first + np.sort(parts, axis=1)
@@ -142,17 +142,34 @@ def balanced_rank_order(work_B: Sequence[float] | np.ndarray, mini_batch_rows: i
 
 def rank_order(num_rows: int, mini_batch_rows: int, world_size: int) -> np.ndarray:
     """`balanced_rank_order` without the balance: every rank takes its rows of a mini-batch as they come."""
-    _require_even_mini_batches(num_rows, mini_batch_rows, world_size)
-    shares = np.arange(num_rows).reshape(-1, world_size, mini_batch_rows // world_size)
+    share = rows_per_rank(num_rows, mini_batch_rows, world_size)
+    shares = np.arange(num_rows).reshape(-1, world_size, share)
     return shares.transpose(1, 0, 2).reshape(-1)
 
 
-def _require_even_mini_batches(num_rows: int, mini_batch_rows: int, world_size: int) -> None:
-    if num_rows % mini_batch_rows or mini_batch_rows % world_size:
+def rows_per_rank(num_rows: int, mini_batch_rows: int, num_ranks: int, *, what: str = "") -> int:
+    """A rank's equal share of each mini-batch of `num_rows` rows; `what` says where the number of rows comes from.
+
+    Raises:
+        ValueError: the rows do not divide into mini-batches, or those not by the ranks.
+    """
+    if num_rows % mini_batch_rows or mini_batch_rows % num_ranks:
         raise ValueError(
-            f"{num_rows} rows in mini-batches of {mini_batch_rows} do not split evenly over {world_size} ranks; "
+            f"{what}{num_rows} rows in mini-batches of {mini_batch_rows} do not split evenly over {num_ranks} ranks; "
             "choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
         )
+    return mini_batch_rows // num_ranks
+
+
+def num_groups(size: int, total: int, of: str, *, key: str) -> int:
+    """How many groups of `size` there are among `total`; `of` says among what, `key` names the setting of the size.
+
+    Raises:
+        ValueError: they do not divide into such groups.
+    """
+    if total % size:
+        raise ValueError(f"{key}={size} does not divide the {total} {of}; choose a divisor.")
+    return total // size
 
 
 def _totals(parts: list[list[int]], work: list[float]) -> list[float]:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.workers.config import RolloutConfig, TrainedModelConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
+from verl_like.workers.planning.partition import num_groups
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
@@ -81,11 +82,9 @@ class RolloutEngine(ABC):
         self, config: RolloutConfig, model: TrainedModelConfig, *, rank: int, world_size: int, seed: int, device: str
     ) -> None:
         tensor_parallel_size = config.tensor_model_parallel_size
-        if world_size % tensor_parallel_size != 0:
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size={tensor_parallel_size} does not divide the rollout pool's "
-                f"{world_size} processes; choose one that does."
-            )
+        num_groups(
+            tensor_parallel_size, world_size, "processes of the rollout pool", key="rollout.tensor_model_parallel_size"
+        )
         self.config = config
         self.model_config = model
         self.rank = rank

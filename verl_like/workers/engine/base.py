@@ -1,0 +1,85 @@
+"""What the roles need of the engine that runs and trains their model."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import PretrainedConfig
+
+from verl_like.workers.config import TrainedModelConfig
+from verl_like.workers.models.packing import PackedBatch
+from verl_like.workers.planning.flops import ModelCost
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm of the mini-batch's whole gradient before clipping."""
+    skipped: bool
+    """True when the norm was not finite, so that the parameters stayed as they were."""
+
+
+class TrainingEngine(Protocol):
+    """One model over the ranks of a worker group, and its optimizer if it is trained.
+
+    Every rank calls every method, with the same number of micro-batches: the methods communicate. Gradients of the
+    ranks are added, not averaged, so a loss divides by counts over all ranks.
+    """
+
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    """Name of the torch dtype in which the layers compute."""
+    hf_config: PretrainedConfig
+    """The model's own configuration."""
+    cost: ModelCost
+    """FLOPs of a forward pass."""
+    training_steps: int
+    """Training steps done, by which the learning rate goes."""
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that hold the same rows and share their tokens."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the present training step."""
+
+    def on_device(self, *, train: bool = False) -> AbstractContextManager[None]:
+        """Within it the model can run; with `train` its passes can be differentiated."""
+
+    def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
+        """This rank's part of the rows, without padding."""
+
+    def run(self, packed: PackedBatch, *inputs: Any) -> Any:
+        """What the model computes for a packed batch."""
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Adds the loss's gradient; the sum over all ranks is complete after the call with `is_last`, before `step`."""
+
+    def step(self) -> StepResult:
+        """One optimizer step on the gradients added since the last one.
+
+        Raises:
+            FloatingPointError: the gradient norm was not finite in too many steps in a row.
+        """
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the Hugging Face model, full tensor or DTensor); tied parameters once."""
+
+    def save(self, path: str) -> None:
+        """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all."""
+
+    def load(self, path: str) -> None:
+        """Reads what `save` wrote, on any number of ranks.
+
+        Raises:
+            ValueError: there is no checkpoint at `path`.
+        """
+
+    def save_hf(self, path: str, config: TrainedModelConfig) -> None:
+        """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""

@@ -1,0 +1,104 @@
+"""What the ranks that share a packed batch exchange in a pass: in attention tokens for heads, after it scored values.
+
+Each of the s ranks of a group runs the layers over its share of the tokens; attention needs all tokens, so there each
+rank takes a share of the heads (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# Legend: N tokens of all packed sequences, n = N / s of them on each of the s ranks of a group; H query heads, G
+# key/value heads, D head size; M scored tokens of the group, m of this rank.
+
+
+class SequenceExchange:
+    """What the layers exchange within the group of ranks that shares each packed batch.
+
+    Args:
+        mesh: the s ranks of this group.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.group = mesh.get_group()
+
+    def tokens_to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gives up tokens of other ranks' heads for all tokens of own heads, in one exchange.
+
+        Args:
+            query: (1, H, n, D).
+            key: (1, G, n, D); heads are repeated where they do not divide by s.
+            value: (1, G, n, D).
+
+        Returns:
+            Query (1, H / s, N, D), key and value (1, lcm(G, s) / s, N, D).
+        """
+        repeats = math.lcm(key.size(1), self.size) // key.size(1)
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        by_rank = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]  # (s, heads / s, n, D)
+        heads = [tensor.size(1) for tensor in by_rank]
+        received = _Exchange.apply(torch.cat(by_rank, dim=1), self.group)  # (ranks that sent, own heads, n, D)
+        own = received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        own_query, own_key, own_value = own.split(heads, dim=1)
+        return own_query, own_key, own_value
+
+    def heads_to_tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """The way back: (1, N, H / s, D), all tokens of own heads, to (1, n, H, D), own tokens of all heads."""
+        received = _Exchange.apply(output[0].unflatten(0, (self.size, -1)), self.group)  # (s, n, H / s, D)
+        return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """One rank's part of the scored tokens of a packed batch."""
+
+    exchange: SequenceExchange
+    before: int
+    """Scored tokens on the ranks before this one."""
+    total: int
+    """M."""
+
+    def gather(self, values_m: torch.Tensor) -> torch.Tensor:
+        """(M,): the values of the scored tokens of all ranks; a rank's gradient is that of its own values."""
+        return _GatherValues.apply(values_m, self.before, self.total, self.exchange.group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Slice i of the first dimension goes to rank i of the group; slice i of the result came from it."""
+
+    @staticmethod
+    def forward(ctx: Any, by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        by_rank = by_rank.contiguous()
+        received = torch.empty_like(by_rank)
+        dist.all_to_all_single(received, by_rank, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(gradient, ctx.group), None
+
+
+class _GatherValues(torch.autograd.Function):
+    """Puts the ranks' values one after the other; each rank differentiates its own share of the common loss."""
+
+    @staticmethod
+    def forward(ctx: Any, values_m: torch.Tensor, before: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.own = slice(before, before + len(values_m))
+        gathered_M = values_m.new_zeros(total)
+        gathered_M[ctx.own] = values_m
+        dist.all_reduce(gathered_M, group=group)
+        return gathered_M
+
+    @staticmethod
+    def backward(ctx: Any, gradient_M: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradient_M[ctx.own], None, None, None
