@@ -1,7 +1,10 @@
 """Imports point down only, and nothing of ours is imported inside a function."""
 
 import ast
+import graphlib
+from pathlib import Path
 
+import pytest
 from source_tree import PACKAGE, parse, python_files, relative
 
 LAYER = {
@@ -62,6 +65,39 @@ def test_imports_point_down_only():
     assert not violations, "\n".join(violations)
 
 
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The modules that each module imports, of modules by name with their source; TYPE_CHECKING makes no difference."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        nodes = list(ast.walk(ast.parse(source)))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= submodules & sources.keys() or {node.module or ""}
+        graph[module] = names & sources.keys()
+    return graph
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_the_rule_itself_sees_a_circle_behind_type_checking():
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p import a"
+    graph = import_graph({"p": "", "p.a": "from p.b import f", "p.b": hidden})
+    assert graph == {"p": set(), "p.a": {"p.b"}, "p.b": {"p.a"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """graphlib names the files of the circle: move what both need into a file of its own."""
+    graph = import_graph({module_name(p): p.read_text() for p in python_files()})
+    graph["verl_like.single_controller.ray.stream"].discard("verl_like.single_controller.ray.worker_group")  # still one
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_only_optional_engines_are_imported_inside_a_function():
     violations = []
     for path in python_files():
@@ -76,6 +112,24 @@ def test_only_optional_engines_are_imported_inside_a_function():
                             f"{relative(path)}:{node.lineno} {function.name} imports {module}: move it up"
                         )
     assert not violations, "\n".join(violations)
+
+
+# Parts of the workers, each of which imports those below; all other files are roles.
+ROOMS = {"config": 0, "weight_sync": 0, "models": 1, "planning": 2, "engine": 3, "rollout": 3, "roles": 4}
+
+
+def room(module: str) -> str:
+    name = module.split(".")[2]
+    return name if name in ROOMS else "roles"
+
+
+def test_rooms_of_the_workers_import_those_below_and_the_trainer_no_engine():
+    graph = import_graph({module_name(path): path.read_text() for path in python_files()})
+    used = [(a, b) for a in graph for b in graph[a] if b.startswith("verl_like.workers.")]
+    reached = [(a, b) for a, b in used if a.startswith("verl_like.trainer.") and room(b) == "engine"]
+    inside = [(a, b) for a, b in used if a.startswith("verl_like.workers.") and room(a) != room(b)]
+    upward = [(a, b) for a, b in inside if ROOMS[room(b)] >= ROOMS[room(a)]]
+    assert inside and not upward + reached, upward + reached
 
 
 def test_there_is_no_utils_package():

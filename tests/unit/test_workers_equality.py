@@ -29,7 +29,7 @@ from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.models.pretrained import check_attention_heads
+from verl_like.workers.planning.partition import require_shares_of_heads
 
 ROWS = 16
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
@@ -257,4 +257,4 @@ def test_ranks_or_heads_that_do_not_divide_into_groups_are_refused(folder, monke
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks of the pool"):
         worker.init_model()
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 4 attention heads"):
-        check_attention_heads(MODELS["llama"], 3, key="ulysses_sequence_parallel_size")
+        require_shares_of_heads(MODELS["llama"], 3, key="ulysses_sequence_parallel_size")

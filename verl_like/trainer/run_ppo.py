@@ -36,15 +36,15 @@ from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward
 from verl_like.trainer.tracking import require_trackers
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.models.attention import check_attention
+from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import (
-    check_attention_heads,
     check_sequence_length,
     check_tokenizer,
     fetch_weights,
     load_hf_config,
     load_tokenizer,
 )
+from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
@@ -200,7 +200,7 @@ def check_environment(config: PPOConfig) -> None:
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
     models |= {"reward_model.model": config.reward_model.model} if config.reward_model.enable else {}
     for key, model in models.items():
-        check_attention(model.attn_implementation, key=key)
+        require_flash_attention(model.attn_implementation, key)
     if address:
         require_cluster(address)
     else:
@@ -260,7 +260,7 @@ def check_models(config: PPOConfig) -> None:
     shared += [(config.critic, "critic", configs["critic.model"])] if config.needs_critic else []
     for part, key, model in shared:
         size = part.ulysses_sequence_parallel_size
-        check_attention_heads(model, size, key=f"{key}.ulysses_sequence_parallel_size")
+        require_shares_of_heads(model, size, f"{key}.ulysses_sequence_parallel_size")
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:

@@ -18,7 +18,6 @@ from verl_like.workers.engine.mini_batches import (
     MicroMetrics,
     MiniBatch,
     Rows,
-    forward,
     read_metrics,
     to_rows,
     update,
@@ -70,20 +69,17 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability and entropy of each response token under the present policy, (B, R) float32."""
-        rows = to_rows(data, self.device)
-        stopwatch = Stopwatch(self.engine, rows, "actor_infer", passes=1)
-        log_probs_BR, entropys_BR = forward(
-            self.engine,
-            rows,
+        output = self.infer(
+            data,
+            ["old_log_probs", "entropys"],
             log_prob_micro_batching(self.config.rollout),
             lambda micro: self._score(micro, with_entropy=True),
+            phase="actor_infer",
         )
-        num_tokens = rows["response_mask"].sum().cpu()
-        (metrics,) = read_metrics([{"actor/entropy": DeviceMetric.token_mean(entropys_BR.sum(), num_tokens)}])
-        return DataProto.from_dict(
-            tensors={"old_log_probs": log_probs_BR, "entropys": entropys_BR},
-            meta_info={"metrics": metrics | stopwatch.metrics()},
-        )
+        total, num_tokens = output.batch["entropys"].sum(), to_rows(data, "cpu")["response_mask"].sum()
+        (entropy,) = read_metrics([{"actor/entropy": DeviceMetric.token_mean(total, num_tokens)}])
+        output.meta_info["metrics"] |= entropy
+        return output
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),

@@ -12,7 +12,6 @@ from verl_like.workers.engine.mini_batches import (
     MicroMetrics,
     MiniBatch,
     Rows,
-    forward,
     to_rows,
     update,
 )
@@ -84,19 +83,12 @@ class CriticWorker(TrainedWorker):
     )
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimated return from each response token, (B, R) float32: read at the token before it."""
-        rows = to_rows(data, self.device)
-        stopwatch = Stopwatch(self.engine, rows, "values", passes=1)
-        (values_BR,) = forward(
-            self.engine,
-            rows,
-            MicroBatching(
-                self.config.forward_micro_batch_size_per_gpu,
-                self.config.forward_max_token_len_per_gpu,
-                self.config.use_dynamic_bsz,
-            ),
-            lambda micro: (self._predict(micro),),
+        micro_batching = MicroBatching(
+            self.config.forward_micro_batch_size_per_gpu,
+            self.config.forward_max_token_len_per_gpu,
+            self.config.use_dynamic_bsz,
         )
-        return DataProto.from_dict(tensors={"values": values_BR}, meta_info={"metrics": stopwatch.metrics()})
+        return self.infer(data, ["values"], micro_batching, lambda micro: (self._predict(micro),), phase="values")
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),

@@ -1,14 +1,19 @@
 """What the workers around a model have in common: the engine that runs it, checkpoints and export."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config import ActorConfig, CriticConfig, ForwardFsdpConfig, TrainedFsdpConfig, TrainedModelConfig
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.engine.mini_batches import UpdateSchedule
+from verl_like.workers.engine.mini_batches import Rows, UpdateSchedule, forward, to_rows
+from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.planning.partition import MicroBatching, num_groups, rows_per_rank
 
@@ -48,6 +53,21 @@ class ModelWorker(Worker):
         self.engine = FsdpEngine(
             self.build_model, fsdp=fsdp, device=self.device, shares_device=self.shares_device, **settings
         )
+
+    def infer(
+        self,
+        data: DataProto,
+        columns: Sequence[str],
+        micro_batching: MicroBatching,
+        compute: Callable[[Rows], tuple[torch.Tensor, ...]],
+        phase: str,
+    ) -> DataProto:
+        """Runs the model over all rows without gradients; `compute` maps a micro-batch to the values of `columns`."""
+        rows = to_rows(data, self.device)
+        stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
+        values = forward(self.engine, rows, micro_batching, compute)
+        tensors = dict(zip(columns, values, strict=True))
+        return DataProto.from_dict(tensors=tensors, meta_info={"metrics": stopwatch.metrics()})
 
 
 class TrainedWorker(ModelWorker):

@@ -4,8 +4,6 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config import ActorRolloutRefConfig
-from verl_like.workers.engine.mini_batches import forward, to_rows
-from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 
@@ -36,12 +34,10 @@ class ReferenceWorker(ActorRolloutRefWorker):
     )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, (B, R) float32."""
-        rows = to_rows(data, self.device)
-        stopwatch = Stopwatch(self.engine, rows, "ref", passes=1)
-        (log_probs_BR,) = forward(
-            self.engine,
-            rows,
+        return self.infer(
+            data,
+            ["ref_log_prob"],
             log_prob_micro_batching(self.config.ref),
             lambda micro: self._score(micro, with_entropy=False),
+            phase="ref",
         )
-        return DataProto.from_dict(tensors={"ref_log_prob": log_probs_BR}, meta_info={"metrics": stopwatch.metrics()})

@@ -26,7 +26,6 @@ from verl_like.workers.engine.sequence_parallel import shard
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
 from verl_like.workers.models.pretrained import (
-    check_attention_heads,
     compile_layers,
     decoder_layers,
     replace_folder,
@@ -34,6 +33,7 @@ from verl_like.workers.models.pretrained import (
 )
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
+from verl_like.workers.planning.partition import require_shares_of_heads
 
 MAX_SKIPPED_STEPS = 3
 """Consecutive optimizer steps that may be skipped for a gradient that is not finite before the run stops."""
@@ -90,7 +90,7 @@ class FsdpEngine(TrainingEngine):
         self.hf_config = hf.config
         self.exchange = None
         if batch_mesh is not None:
-            check_attention_heads(hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size")
+            require_shares_of_heads(hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size")
             self.exchange = SequenceExchange(batch_mesh["sequence"])
         self.cost = ModelCost.of(hf.config, with_head=hf.get_output_embeddings() is not None)
         if activation_offload and device == "cuda":

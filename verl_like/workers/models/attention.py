@@ -16,15 +16,6 @@ from verl_like.workers.models.sequence_exchange import SequenceExchange
 # Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size, L one sequence.
 
 
-def check_attention(requested: str | None, *, key: str) -> None:
-    """Raises ValueError for an attention whose package is not installed; `key` names the model's settings."""
-    if requested == "flash_attention_2" and not _has_flash_attn():
-        raise ValueError(
-            f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
-            "pip install --no-build-isolation -e '.[flash]', or leave attn_implementation out."
-        )
-
-
 def choose_attention(requested: str | None, device: str, dtype: torch.dtype, softcap: float | None = None) -> str:
     """Name of the packed attention to load a model with.
 
@@ -35,8 +26,9 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
         softcap: the bound of the attention logits of models that have one (Gemma 2), which torch's varlen has not.
 
     Raises:
-        ValueError: one that this device, dtype or model does not have.
+        ValueError: one that this device, dtype, model or environment does not have.
     """
+    require_flash_attention(requested, key="model")
     on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if requested in ("flash_attention_2", "varlen") and not on_gpu:
         raise ValueError(
@@ -49,13 +41,19 @@ def choose_attention(requested: str | None, device: str, dtype: torch.dtype, sof
             "flash-attn and set attn_implementation=flash_attention_2, or leave it at null."
         )
     if requested is None:
-        fastest = "flash_attention_2" if _has_flash_attn() else "varlen" if softcap is None else "sdpa"
+        has_flash = importlib.util.find_spec("flash_attn") is not None
+        fastest = "flash_attention_2" if has_flash else "varlen" if softcap is None else "sdpa"
         requested = fastest if on_gpu else "sdpa"
     return _PACKED_NAMES[requested]
 
 
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+def require_flash_attention(requested: str | None, key: str) -> None:
+    """Raises ValueError if flash-attn is requested for the model of this key, but not installed."""
+    if requested == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(
+            f"{key}.override_config.attn_implementation=flash_attention_2, but flash-attn is not installed: "
+            "pip install --no-build-isolation -e '.[flash]', or leave attn_implementation out."
+        )
 
 
 # (query (1 H N D), key and value (1 G N D), lengths, cu_seqlens, scale, window, softcap) -> (1 N H D)

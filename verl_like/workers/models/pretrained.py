@@ -23,8 +23,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
-from verl_like.workers.models.attention import check_attention, choose_attention
-from verl_like.workers.planning.partition import num_groups
+from verl_like.workers.models.attention import choose_attention
 
 
 def load_pretrained(
@@ -49,12 +48,11 @@ def load_pretrained(
         new_head_seed: seed of the head where `config.path` has none; None means that it must have one.
 
     Raises:
-        ValueError: as `load_hf_config` and `check_attention`, or weights that are missing at `config.path`.
+        ValueError: as `load_hf_config`, or weights that are missing at `config.path`.
     """
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
-    check_attention(config.attn_implementation, key=key)
     options = {
         "dtype": getattr(torch, fsdp.model_dtype),
         "attn_implementation": choose_attention(
@@ -154,16 +152,6 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) 
                 f"length of the sequence, so that packed sequences would change each other; data.max_prompt_length + "
                 f"data.max_response_length = {length}: lower one of the two, or choose another model."
             )
-
-
-def check_attention_heads(hf_config: PretrainedConfig, shared_by: int, *, key: str) -> None:
-    """Checks that `shared_by` ranks can take equal shares of the attention heads; `key` names the setting.
-
-    Raises:
-        ValueError: the heads do not divide.
-    """
-    heads = hf_config.get_text_config().num_attention_heads
-    num_groups(shared_by, heads, "attention heads of the model, of which every rank takes a share", key=key)
 
 
 def fetch_weights(config: ModelConfig, *, key: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from verl_like.workers.config import RefConfig, RolloutConfig
 
@@ -170,6 +171,12 @@ def num_groups(size: int, total: int, of: str, *, key: str) -> int:
     if total % size:
         raise ValueError(f"{key}={size} does not divide the {total} {of}; choose a divisor.")
     return total // size
+
+
+def require_shares_of_heads(hf_config: PretrainedConfig, size: int, key: str) -> None:
+    """Raises ValueError unless each of `size` ranks can take as many attention heads of the model as the others."""
+    heads = hf_config.get_text_config().num_attention_heads
+    num_groups(size, heads, "attention heads of the model, of which every rank takes a share", key=key)
 
 
 def _totals(parts: list[list[int]], work: list[float]) -> list[float]:
