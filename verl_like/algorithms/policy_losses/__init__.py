@@ -22,6 +22,8 @@ INPUTS = {
     "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
     "teacher_log_prob": "(B, R) float, log-probabilities under the teacher; the run then has one",
     "rollout_log_probs": "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
+    "selected_tokens": "(B, R) bool, what `options.select_tokens(old_log_probs, advantages, response_mask, generator)` "
+    "returned for the whole batch, before the update",
 }
 """What a loss may have as parameters, besides `config` (see `LossConfig`) and `options` (its own)."""
 

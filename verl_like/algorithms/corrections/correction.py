@@ -1,0 +1,44 @@
+"""The configured corrections of a batch, composed."""
+
+import torch
+
+from verl_like.algorithms.corrections import RolloutCorrectionConfig
+from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
+from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
+from verl_like.algorithms.corrections.rejection import compute_rollout_rejection_mask
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: RolloutCorrectionConfig,
+) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
+    """The weights (B, R) or None, the narrower mask (B, R), and the metrics, under `rollout_corr/`.
+
+    Weights and rejection are both made from the whole mask, and the metrics are means over it. verl's function of this
+    name takes the fields of `config` one by one and returns the weights in a DataProto.
+
+    Args:
+        old_log_prob: (B, R) float, the trainer's log-probabilities before the update.
+        rollout_log_prob: (B, R) float, those of the engine that sampled.
+        response_mask: (B, R) bool or 0/1.
+        config: the block `algorithm.rollout_correction`.
+    """
+    log_ratio, weights, kept = old_log_prob - rollout_log_prob, None, response_mask
+    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    if config.rollout_is:
+        weights, of_weights = compute_rollout_correction_weights(
+            log_ratio,
+            response_mask,
+            config.rollout_is,
+            config.rollout_is_threshold,
+            config.rollout_is_batch_normalize,
+        )
+        metrics |= of_weights
+    if config.rollout_rs:
+        kept, of_rejection = compute_rollout_rejection_mask(
+            log_ratio, response_mask, config.rollout_rs, config.rollout_rs_threshold
+        )
+        metrics |= of_rejection
+    return weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()}

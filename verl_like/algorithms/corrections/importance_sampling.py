@@ -1,0 +1,79 @@
+"""Importance weights of tokens or whole responses, truncated above (TIS) or set to 0 outside a band (IcePop).
+
+With `r = exp(old_log_probs - rollout_log_probs)`, the exponent clamped to [-20, 20]:
+
+    w = r                       rollout_is=token: biased, of low variance
+    w = product of the row's r  rollout_is=sequence: unbiased, of high variance
+    w = min(w, C)               rollout_is_threshold=C
+    w = w if a <= w <= b else 0 rollout_is_threshold=a_b
+
+| metric | meaning |
+|---|---|
+| `rollout_corr/rollout_is_mean`, `_std` | of the weights that are applied, over tokens, before they are normalized |
+| `rollout_corr/rollout_is_max`, `_min` | of the weights before they are truncated |
+| `rollout_corr/rollout_is_eff_sample_size` | effective sample size per token, mean(w)^2 / mean(w^2) |
+| `rollout_corr/rollout_is_ratio_fraction_high` | share of tokens or responses above C or b |
+| `rollout_corr/rollout_is_ratio_fraction_low` | share of tokens or responses below 1 / C or a |
+| `rollout_corr/rollout_is_oob_ratio` | share of tokens outside the band |
+| `rollout_corr/rollout_is_batch_norm_factor` | the mean by which the weights were divided |
+
+A falling effective sample size announces a collapse (arXiv 2602.17616). verl's max and min of token weights are those
+after the truncation.
+"""
+
+import torch
+
+from verl_like.algorithms.corrections import weight_band
+from verl_like.algorithms.masked import masked_mean, zero_masked
+
+
+def compute_rollout_correction_weights(
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics without the prefix.
+
+    Args:
+        log_ratio: (B, R) float, log-probabilities of the trainer minus those of the rollout.
+        response_mask: (B, R) bool or 0/1.
+        rollout_is: "token" or "sequence".
+        rollout_is_threshold: the largest weight, or a band "lower_upper".
+        rollout_is_batch_normalize: whether the weights are divided by their mean over tokens or responses.
+    """
+    assert rollout_is in ("token", "sequence"), rollout_is
+    lower, upper = weight_band(rollout_is_threshold)
+    with torch.no_grad():
+        mask = response_mask.bool()
+        log_weights = zero_masked(log_ratio, mask)
+        if rollout_is == "sequence":
+            log_weights = log_weights.sum(-1, keepdim=True).expand_as(log_ratio)
+        raw = zero_masked(log_weights.clamp(-20.0, 20.0).exp(), mask)
+        outside = (raw > upper) | (raw < (lower or 0.0))
+        weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0.0)
+        if not mask.any():
+            return weights, {}
+
+        def units(values: torch.Tensor) -> torch.Tensor:
+            """What has a weight of its own: the tokens, or one number for each response."""
+            return values[mask] if rollout_is == "token" else masked_mean(values, mask, axis=-1)[mask.any(-1)]
+
+        mean, mean_square = weights[mask].mean(), weights[mask].square().mean()
+        metrics = {
+            "rollout_is_mean": mean,
+            "rollout_is_std": (mean_square - mean.square()).clamp(min=0.0).sqrt(),
+            "rollout_is_max": raw[mask].max(),
+            "rollout_is_min": raw[mask].min(),
+            "rollout_is_eff_sample_size": mean.square() / mean_square.clamp(min=torch.finfo(mean.dtype).tiny),
+            "rollout_is_ratio_fraction_high": (units(raw) > upper).float().mean(),
+            "rollout_is_ratio_fraction_low": (units(raw) < (lower or 1 / upper)).float().mean(),
+        }
+        if lower is not None:
+            metrics["rollout_is_oob_ratio"] = outside[mask].float().mean()
+        if rollout_is_batch_normalize:
+            factor = units(weights).mean()
+            metrics["rollout_is_batch_norm_factor"] = factor
+            weights = weights / factor if factor > 0 else weights
+    return weights, {name: float(value) for name, value in metrics.items()}

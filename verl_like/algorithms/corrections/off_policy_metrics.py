@@ -1,0 +1,58 @@
+"""How far the policy that is trained is from the one that sampled the responses.
+
+With `d = old_log_probs - rollout_log_probs` by token:
+
+| metric | meaning |
+|---|---|
+| `rollout_corr/kl`, `k3_kl` | KL of the rollout to the trainer: mean of -d, and of exp(d) - d - 1 |
+| `rollout_corr/training_ppl`, `rollout_ppl` | mean over responses of the perplexity under each |
+| `rollout_corr/log_ppl_diff`, `_abs_diff` | mean over responses of mean(-d), and of its absolute value |
+| `rollout_corr/ppl_ratio` | mean over responses of exp(mean(-d)) |
+| `rollout_corr/chi2_token` | mean over tokens of r^2 - 1, with r = exp(d) |
+| `rollout_corr/chi2_seq` | mean over responses of (product of r)^2 - 1 |
+| `rollout_corr/drift_p50`, `drift_p99`, `drift_max` | quantiles of abs(d) over tokens |
+
+The two chi2 are the variances of untruncated weights, of tokens and of responses; what is squared is at most e^20.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.masked import masked_mean, masked_sum, zero_masked
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """The metrics without the prefix; none for a batch without tokens.
+
+    Args:
+        old_log_prob: (B, R) float, the trainer's log-probabilities before the update.
+        rollout_log_prob: (B, R) float, those of the engine that sampled.
+        response_mask: (B, R) bool or 0/1; rows without any token do not count.
+    """
+    mask = response_mask.bool()
+    if not mask.any():
+        return {}
+    with torch.no_grad():
+        d = zero_masked(old_log_prob - rollout_log_prob, mask)
+        rows, of_tokens = mask.any(-1), d[mask]
+
+        def row_mean(values: torch.Tensor) -> torch.Tensor:
+            return masked_mean(values, mask, axis=-1)[rows]
+
+        log_ppl_diff = row_mean(-d)
+        metrics = {
+            "kl": -of_tokens.mean(),
+            "k3_kl": (of_tokens.exp() - of_tokens - 1).mean(),
+            "training_ppl": row_mean(-old_log_prob).exp().mean(),
+            "rollout_ppl": row_mean(-rollout_log_prob).exp().mean(),
+            "log_ppl_diff": log_ppl_diff.mean(),
+            "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
+            "ppl_ratio": log_ppl_diff.exp().mean(),
+            "chi2_token": (2 * of_tokens.clamp(-20.0, 20.0)).exp().mean() - 1,
+            "chi2_seq": (2 * masked_sum(d, mask, axis=-1)[rows].clamp(-20.0, 20.0)).exp().mean() - 1,
+        }
+        p50, p99, largest = np.quantile(of_tokens.abs().numpy(force=True), [0.5, 0.99, 1.0])
+    found = {name: float(value) for name, value in metrics.items()}
+    return found | {"drift_p50": float(p50), "drift_p99": float(p99), "drift_max": float(largest)}

@@ -1,0 +1,52 @@
+"""Clipped importance weights under which every token keeps its gradient (CISPO, MiniMax-M1, arXiv 2506.13585).
+
+With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and sg the stop of the gradient:
+
+    L = -sg[clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)] A log_prob
+
+| metric | meaning |
+|---|---|
+| `actor/pg_clipfrac` | share of tokens whose weight was clipped |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The paper sets no lower
+bound: `clip_ratio_low=1`. verl also reports `actor/pg_clipfrac_lower`, which is always 0.
+"""
+
+import torch
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+
+
+@register_policy_loss("cispo")
+def compute_policy_loss_cispo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the clip range and the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+    """
+    assert config is not None
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+    clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    losses = -clipped * advantages * log_prob
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {"actor/pg_clipfrac": ratio != clipped, "actor/ppo_kl": -log_ratio}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics

@@ -1,0 +1,97 @@
+"""PPO's clipped surrogate without some of the tokens that lower the entropy most (Clip-Cov, arXiv 2505.22617).
+
+Before the update, over the N response tokens of the whole batch, with the log-probabilities of the policy before it:
+
+    cov = (A - mean(A)) (old_log_prob - mean(old_log_prob))
+
+Of the tokens with clip_cov_lb < cov < clip_cov_ub, `max(1, floor(clip_cov_ratio N))` are drawn at random. With
+`r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
+
+    L = max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high))
+    L = 0                                  on drawn tokens whose loss the clip range did not raise
+
+| metric | meaning |
+|---|---|
+| `actor/pg_clipfrac` | share of tokens whose loss was set to 0 |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. verl computes means, count and
+draw in each micro-batch from the policy that is trained, so its loss depends on the size of the micro-batches. This
+form gives the same loss for every size; until the first optimizer step both have the same log-probabilities.
+"""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import masked_mean, zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+
+
+class ClipCovOptions(PolicyLossOptions):
+    """Which tokens are left out."""
+
+    clip_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 0.0002
+    """Share of the batch's response tokens that are left out, at most."""
+    clip_cov_lb: float = 1.0
+    """Only tokens with a covariance above it are left out."""
+    clip_cov_ub: float = 5.0
+    """Only tokens with a covariance below it are left out."""
+
+    def select_tokens(
+        self,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """The drawn tokens of a whole batch, (B, R) bool."""
+        deviation = advantages - masked_mean(advantages, response_mask)
+        covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
+        in_band = (covariances > self.clip_cov_lb) & (covariances < self.clip_cov_ub) & response_mask.bool()
+        candidates = in_band.flatten().nonzero().squeeze(-1)
+        num_drawn = max(1, int(self.clip_cov_ratio * int(response_mask.sum())))
+        drawn = candidates[torch.randperm(len(candidates), generator=generator)[:num_drawn]]
+        selected = torch.zeros_like(in_band).flatten()
+        selected[drawn] = True
+        return selected.view_as(in_band)
+
+
+@register_policy_loss("clip_cov")
+def compute_policy_loss_clip_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    selected_tokens: torch.Tensor,
+    options: ClipCovOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the clip range and the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+        selected_tokens: (B, R) bool, from `ClipCovOptions.select_tokens`.
+        options: which tokens those are.
+    """
+    assert config is not None
+    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    left_out = selected_tokens & ~(clipped > unclipped)
+    losses = torch.maximum(unclipped, clipped) * ~left_out
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {"actor/pg_clipfrac": left_out, "actor/ppo_kl": -log_ratio.detach()}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics

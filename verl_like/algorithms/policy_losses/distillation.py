@@ -1,0 +1,85 @@
+"""On-policy distillation: PPO whose advantage is how much likelier the teacher finds each token than the policy.
+
+thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 2306.13649. With `k = log_prob -
+teacher_log_prob` without its gradient, the estimate of the KL to the teacher from the sampled token, and the loss
+`vanilla`:
+
+    L = distillation_loss_coef vanilla(A = -clip(k, -loss_max_clamp, loss_max_clamp))
+    L = L + vanilla(A = the advantages)           with use_task_rewards
+
+| metric | meaning |
+|---|---|
+| `distillation/abs_loss` | mean of `abs(k)` |
+| `distillation/kl` | mean of k |
+| `distillation/pg_clipfrac`, `distillation/pg_clipfrac_lower` | as in `vanilla`, of the first line |
+| `actor/...` | those of `vanilla`, of the second line |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher shares the tokenizer of the policy. In verl these
+options stand in the block `distillation.distillation_loss`, and this is its `loss_mode=k1` with `use_policy_gradient`;
+there distillation_loss_coef counts only with use_task_rewards. A KL to another model as a term of the loss, with the
+estimators k2 and k3, is `actor.use_kl_loss`.
+"""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
+
+
+class DistillationOptions(PolicyLossOptions):
+    """What the policy learns from beside the teacher."""
+
+    use_task_rewards: bool = True
+    """Learn from the advantages too; otherwise from the teacher alone."""
+    distillation_loss_coef: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the teacher's part."""
+    loss_max_clamp: Annotated[float, Field(gt=0)] | None = 10.0
+    """Bound of the teacher's advantage of a token, in nats; null means none."""
+
+
+@register_policy_loss("distillation")
+def compute_policy_loss_distillation(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    teacher_log_prob: torch.Tensor,
+    options: DistillationOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the clip range and the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+        teacher_log_prob: (B, R) float, the teacher's log-probabilities of the same tokens.
+        options: what the policy learns from beside the teacher.
+    """
+
+    def surrogate(advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+        )
+
+    reverse_kl = zero_masked(log_prob.detach() - teacher_log_prob, response_mask)
+    bound = options.loss_max_clamp
+    loss, teacher_metrics = surrogate(-(reverse_kl if bound is None else reverse_kl.clamp(-bound, bound)))
+    loss = options.distillation_loss_coef * loss
+    metrics = {name.replace("actor/", "distillation/"): value for name, value in teacher_metrics.items()}
+    metrics["actor/ppo_kl"] = metrics.pop("distillation/ppo_kl")
+    metrics |= {"distillation/abs_loss": reverse_kl.abs(), "distillation/kl": reverse_kl}
+    if options.use_task_rewards:
+        task_loss, task_metrics = surrogate(advantages)
+        loss, metrics = loss + task_loss, metrics | task_metrics
+    return loss, metrics

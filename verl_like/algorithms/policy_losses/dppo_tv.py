@@ -1,0 +1,61 @@
+"""Divergence PPO: a token leaves the loss where it moved too far in total variation (DPPO-Binary-TV, arXiv 2602.04879).
+
+With `p = exp(log_prob)`, `r = p / p_old`, the exponent clamped to [-20, 20], and sg the stop of the gradient:
+
+    L = -sg[min(r, clip_ratio_c)] A log_prob
+    L = 0              where A > 0 and p - p_old > clip_ratio_high, or
+                       A < 0 and p - p_old < -clip_ratio_low
+
+| metric | meaning |
+|---|---|
+| `actor/pg_clipfrac` | share of tokens that the mask left out |
+| `actor/pg_clipfrac_lower` | share of tokens in the loss whose ratio was truncated |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` are the thresholds, as
+differences of probabilities. `clip_ratio_c` bounds the ratio; the paper takes 20 (section 5.4), the key's default is 3:
+set it. A token whose advantage is 0 counts in the metrics as if it were negative; its loss is 0.
+"""
+
+import torch
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+
+
+@register_policy_loss("dppo_tv")
+def compute_policy_loss_dppo_tv(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the clip range and the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+    """
+    assert config is not None
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+    moved = log_prob.detach().exp() - old_log_prob.exp()
+    is_valid = torch.where(advantages > 0, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low)
+    losses = -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob * is_valid
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {
+        "actor/pg_clipfrac": ~is_valid,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": is_valid & (ratio > config.clip_ratio_c),
+    }
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics

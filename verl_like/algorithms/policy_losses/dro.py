@@ -1,0 +1,67 @@
+"""Direct reward optimization: the policy gradient with a quadratic penalty on the log-ratio (DRO, arXiv 2405.19107).
+
+    L = -(A log_prob - (dro_beta / 2) (log_prob - old_log_prob)^2)
+
+| metric | meaning |
+|---|---|
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+The paper learns a value function beside it; here the advantage estimator takes its place, as in verl. `old_log_prob` is
+the policy that the penalty holds to.
+"""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field, model_validator
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+
+
+class DroOptions(PolicyLossOptions):
+    """The weight of the penalty."""
+
+    dro_beta: Annotated[float | None, Field(gt=0)] = None
+    """Weight of the quadratic penalty; it has no default value and must be set."""
+
+    @model_validator(mode="after")
+    def beta_is_set(self) -> "DroOptions":
+        if self.dro_beta is None:
+            raise ValueError("loss_mode=dro needs dro_beta, the weight of its penalty; set it to a positive number")
+        return self
+
+
+@register_policy_loss("dro")
+def compute_policy_loss_dro(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    options: DroOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+        options: the weight of the penalty.
+    """
+    assert config is not None
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = log_prob - old_log_prob
+    assert options.dro_beta is not None
+    losses = 0.5 * options.dro_beta * log_ratio.square() - advantages * log_prob
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {"actor/ppo_kl": -log_ratio.detach()}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics

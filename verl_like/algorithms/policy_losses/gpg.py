@@ -1,0 +1,38 @@
+"""Group policy gradient: the plain policy gradient, without ratio, clip or KL (GPG, arXiv 2504.02546).
+
+    L = -A log_prob
+
+Made for the advantages of the estimator of the same name. There are no metrics.
+"""
+
+import torch
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+
+
+@register_policy_loss("gpg")
+def compute_policy_loss_gpg(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+    """
+    assert config is not None
+    losses = -advantages * zero_masked(log_prob, response_mask)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}

@@ -1,0 +1,59 @@
+"""Group sequence policy optimization: the ratio and its clip are those of the whole response (GSPO, arXiv 2507.18071).
+
+With `s = exp(mean over the row's tokens of (log_prob - old_log_prob))`, at most e^10, and `s_t`, the form by token of
+section 4.3, `sg[s] exp(log_prob - sg[log_prob])`, which has the value of s and the gradient of the token alone:
+
+    L = max(-A s_t, -A clip(s_t, 1 - clip_ratio_low, 1 + clip_ratio_high))
+
+| metric | meaning |
+|---|---|
+| `actor/pg_clipfrac` | share of tokens whose loss the clip range raised |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The ratio of a whole response
+moves far less than a token's: the paper takes 3e-4 and 4e-4. The paper's loss is the mean over responses of the mean
+over tokens, `loss_agg_mode=seq-mean-token-mean`; other modes are computed as asked, as in verl. Tokens that a tool
+wrote or a correction removed enter neither the ratio nor the length. verl also reports `actor/pg_clipfrac_lower`,
+always 0.
+"""
+
+import torch
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import masked_mean, zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the clip range and the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+    """
+    assert config is not None
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = log_prob - old_log_prob
+    log_sequence_ratio_B1 = masked_mean(log_ratio.detach(), response_mask, axis=-1).unsqueeze(-1)
+    ratio = torch.exp((log_prob - log_prob.detach() + log_sequence_ratio_B1).clamp(max=10.0))
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    losses = torch.maximum(unclipped, clipped)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {"actor/pg_clipfrac": clipped > unclipped, "actor/ppo_kl": -log_ratio.detach()}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics

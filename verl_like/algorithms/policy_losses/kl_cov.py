@@ -1,0 +1,90 @@
+"""Policy gradient with a KL penalty on the tokens that lower the entropy most (KL-Cov, arXiv 2505.22617).
+
+Before the update, over the N response tokens of the whole batch, with the log-probabilities of the policy before it:
+
+    cov = (A - mean(A)) (old_log_prob - mean(old_log_prob))
+
+The `max(1, floor(kl_cov_ratio N))` tokens of the largest covariance are selected. With `d = log_prob - old_log_prob`,
+clamped to [-20, 20]:
+
+    L = -A exp(d)                          on other tokens
+    L = -A exp(d) + ppo_kl_coef |d|        on selected tokens
+
+| metric | meaning |
+|---|---|
+| `actor/ppo_kl` | mean of `abs(old_log_prob - log_prob)` |
+
+There is no clip. verl selects the tokens in each micro-batch from the policy that is trained, so its loss depends on
+the size of the micro-batches. This form gives the same loss for every size; until the first optimizer step both have
+the same log-probabilities.
+"""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import masked_mean, zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+
+
+class KlCovOptions(PolicyLossOptions):
+    """Which tokens are held back, and how strongly."""
+
+    kl_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 0.0002
+    """Share of the batch's response tokens that take the penalty."""
+    ppo_kl_coef: Annotated[float, Field(ge=0)] = 0.1
+    """Weight of the penalty."""
+
+    def select_tokens(
+        self,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not used."""
+        deviation = advantages - masked_mean(advantages, response_mask)
+        covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
+        num_tokens = int(response_mask.sum())
+        num_selected = min(max(1, int(self.kl_cov_ratio * num_tokens)), num_tokens)
+        largest = covariances.masked_fill(~response_mask.bool(), -torch.inf).flatten().topk(num_selected).indices
+        selected = torch.zeros_like(response_mask, dtype=torch.bool).flatten()
+        selected[largest] = True
+        return selected.view_as(response_mask)
+
+
+@register_policy_loss("kl_cov")
+def compute_policy_loss_kl_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    selected_tokens: torch.Tensor,
+    options: KlCovOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metric by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+        selected_tokens: (B, R) bool, from `KlCovOptions.select_tokens`.
+        options: the weight of the penalty.
+    """
+    assert config is not None
+    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    distance = log_ratio.abs()
+    losses = options.ppo_kl_coef * distance * selected_tokens - advantages * torch.exp(log_ratio)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {
+        "actor/ppo_kl": distance.detach()
+    }

@@ -1,0 +1,46 @@
+"""REINFORCE: the plain policy gradient, with the drift from the sampling policy (Williams 1992; arXiv 2402.14740).
+
+    L = -A log_prob
+
+| metric | meaning |
+|---|---|
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+With `algorithm.rollout_correction.rollout_is` it is the policy gradient with truncated importance weights. In verl the
+function has no name for `loss_mode`, and its first parameter is called rollout_log_prob.
+"""
+
+import torch
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+
+
+@register_policy_loss("reinforce")
+def compute_policy_loss_reinforce(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: see `agg_loss`.
+        config: the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+    """
+    assert config is not None
+    log_prob = zero_masked(log_prob, response_mask)
+    losses = -advantages * log_prob
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {"actor/ppo_kl": (old_log_prob - log_prob).detach()}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics

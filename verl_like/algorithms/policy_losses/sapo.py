@@ -1,0 +1,69 @@
+"""Soft adaptive policy optimization: a smooth gate in place of the clip (SAPO, arXiv 2511.20347).
+
+With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and tau = tau_pos where A > 0, else tau_neg:
+
+    L = -A (4 / tau) sigmoid(tau (r - 1))
+
+The gate's slope is 1 at r = 1 and falls off on both sides.
+
+| metric | meaning |
+|---|---|
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+The loss is defined as the mean over responses of the mean over tokens, so `actor.loss_agg_mode` must be
+seq-mean-token-mean; verl uses that mode whatever the key says. verl also reports `actor/pg_clipfrac` and
+`actor/pg_clipfrac_lower`, which are always 0.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.masked import zero_masked
+from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+
+
+class SapoOptions(PolicyLossOptions):
+    """The temperatures of the gate."""
+
+    section: ClassVar[str] = "actor_rollout_ref.actor"
+
+    tau_pos: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of the gate where the advantage is positive; the larger, the narrower."""
+    tau_neg: Annotated[float, Field(gt=0)] = 1.05
+    """Temperature where it is not."""
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean",
+    config: LossConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    options: SapoOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its metrics by token, (B, R).
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
+        response_mask: (B, R) bool or 0/1.
+        loss_agg_mode: the only mode for which SAPO is defined.
+        config: the counts of the mini-batch.
+        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
+        options: the temperatures.
+    """
+    assert config is not None
+    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
+    losses = -advantages * torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * (4 / tau)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+
+    metrics = {"actor/ppo_kl": -log_ratio.detach()}
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
