@@ -1,6 +1,7 @@
-"""Paths, links and anchors in the documents lead somewhere, and every page of docs/ is in the site."""
+"""Paths, links and anchors lead somewhere, every page of docs/ is in the site, and the README shows the source."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -15,6 +16,8 @@ DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
 ]
+
+EXCERPT = re.compile(r"\]\((verl_like/[\w/]+\.py)\):\n\n```python\n(.*?)```", re.DOTALL)
 
 
 def named_paths(text: str) -> list[str]:
@@ -69,3 +72,13 @@ def test_the_site_has_every_page_of_docs():
     listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     missing = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - set(listed)
     assert not missing, f"add these pages to nav in mkdocs.yml: {missing}"
+
+
+def test_the_loop_in_the_readme_is_the_source_line_by_line():
+    excerpts = dict(EXCERPT.findall((ROOT / "README.md").read_text()))
+    assert [path.rpartition("/")[2] for path in excerpts] == ["ppo_trainer.py", "experience_maker.py", "learner.py"]
+    for path, code in excerpts.items():
+        lines = textwrap.indent(code, 8 * " ").splitlines()  # of a method
+        source = (ROOT / path).read_text().splitlines()
+        start = source.index(lines[0])
+        assert source[start : start + len(lines)] == lines, path

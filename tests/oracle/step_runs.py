@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import (
 
 from verl_like.algorithms.policy_losses import register_policy_loss
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
@@ -39,6 +39,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import run_ppo
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import leaves
+from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.workers.actor import ActorWorker
@@ -205,8 +206,20 @@ CLASSES = {
 StartGroups = Callable[[dict[str, RayClassWithInitArgs]], dict[str, WorkerGroup]]
 
 
+class ShiftingMaker(ExperienceMaker):
+    """Shifts what models compute before the update as the world says."""
+
+    def collect(self, batch: DataProto, pending: Sequence[Any]) -> tuple[DataProto, dict[str, Metric]]:
+        batch, metrics = super().collect(batch, pending)
+        for name in world.SHIFTS.keys() & batch.batch.keys():
+            rows, positions = batch.batch[name].shape
+            shifts = [[world.shift(name, row, t) for t in range(positions)] for row in range(rows)]
+            batch.batch[name] = batch.batch[name] + torch.tensor(shifts)
+        return batch, metrics
+
+
 class StepTrainer(RayPPOTrainer):
-    """The trainer, on given worker groups; what models compute before the update is shifted as the world says."""
+    """The trainer, on given worker groups and with a maker that shifts columns."""
 
     start: StartGroups
 
@@ -214,13 +227,8 @@ class StepTrainer(RayPPOTrainer):
         mapping = self.role_worker_mapping.items()
         return self.start({role: RayClassWithInitArgs(CLASSES[role], **c.kwargs) for role, c in mapping})
 
-    def collect(self, future: Any) -> DataProto:
-        output = super().collect(future)
-        for name in world.SHIFTS.keys() & set(output.batch.keys() if output.batch is not None else ()):
-            rows, positions = output.batch[name].shape
-            shifts = [[world.shift(name, row, t) for t in range(positions)] for row in range(rows)]
-            output.batch[name] = output.batch[name] + torch.tensor(shifts)
-        return output
+    def build_maker(self) -> ExperienceMaker:
+        return ShiftingMaker(**vars(super().build_maker()))
 
 
 def start_local_groups(mapping: dict[str, RayClassWithInitArgs]) -> dict[str, WorkerGroup]:

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
-from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
-from verl_like.trainer.ppo_trainer import validation_samples
+from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics, validation_samples
 
 
 def small_batch() -> DataProto:

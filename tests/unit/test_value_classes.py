@@ -6,19 +6,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_like.protocol import metric_values
+from verl_like.protocol import DataProto, metric_values
 from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.experience_maker import Experience, Weights
+from verl_like.trainer.learner import Update
 from verl_like.trainer.metrics import ValidationSample
 from verl_like.workers.engine import mesh
 from verl_like.workers.engine.base import StepResult
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 
 MICRO = MicroBatching(rows=1, tokens=2, by_tokens=False)
+WORK = RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True)
 VALUES = [
     MICRO,
     MiniBatch([], num_tokens=1.0, num_sequences=1.0, share=1.0),
     UpdateSchedule(1, MICRO, epochs=1),
-    RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True),
+    WORK,
+    Experience(DataProto(), WORK, metrics={}),
+    Weights(exported=None, version=1),
+    Update([]),
     ValidationSample("source", "0-0", {}),
     StepResult(1.0, skipped=False),
 ]

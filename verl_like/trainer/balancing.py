@@ -1,10 +1,11 @@
 """Which rows each rank of a call gets: as many as the others, and with `trainer.balance_batch` about as much work."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto, Future, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
 from verl_like.workers.planning.flops import ModelCost
@@ -25,6 +26,10 @@ class RowWork:
     def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
         tokens_B, scored_B = (batch.batch[name].sum(-1).numpy() for name in ("attention_mask", "response_mask"))
         return cls(tokens_B, cost.forward(tokens_B, scored_B), balance)
+
+    def submit(self, method: BoundMethod, batch: DataProto, mini_batch_rows: int | None = None) -> Future[Any]:
+        """Starts a method on the batch, divided as by `ordered`; results are in the batch's own order."""
+        return method.remote(self.ordered(batch, method, mini_batch_rows))
 
     def ordered(self, batch: DataProto, method: BoundMethod, mini_batch_rows: int | None = None) -> DataProto | Ordered:
         """The batch as the ranks of a group's method should get it.

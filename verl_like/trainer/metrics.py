@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.trainer.scoring import EXTRA_PREFIX
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> dict[str, Metric]:
@@ -49,6 +50,23 @@ class ValidationSample:
     data_source: str
     prompt_id: str
     values: dict[str, float]
+
+
+def validation_samples(batch: DataProto, scores_B: torch.Tensor) -> list[ValidationSample]:
+    """The reward of each response (0 where it was skipped) and the numbers that the reward function added to it."""
+    columns = batch.non_tensor_batch
+    added = {
+        name: values for name, values in columns.items() if name.startswith(EXTRA_PREFIX) and values.dtype != object
+    }
+    return [
+        ValidationSample(
+            data_source=columns["data_source"][i],
+            prompt_id=columns["uid"][i],
+            values={"reward": score}
+            | {name.removeprefix(EXTRA_PREFIX): float(v[i]) for name, v in added.items() if not np.isnan(v[i])},
+        )
+        for i, score in enumerate(scores_B.tolist())
+    ]
 
 
 def validation_metrics(samples: list[ValidationSample]) -> dict[str, float]:

@@ -1,31 +1,28 @@
-"""The PPO dataflow: one driver, worker groups on resource pools, and futures for what does not depend on each other."""
+"""The PPO trainer: a maker and a learner on worker groups, and the loop around them."""
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.algorithms.advantages import estimate_advantages, get_adv_estimator_fn
-from verl_like.algorithms.kl import apply_kl_penalty, get_kl_controller
-from verl_like.algorithms.registry import read_options
+from verl_like.algorithms.advantages import get_adv_estimator_fn
+from verl_like.algorithms.kl import get_kl_controller
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Metric, merge_metrics, metric_values
+from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from verl_like.single_controller.worker_group import BoundMethod, WorkerGroup
-from verl_like.trainer.balancing import RowWork
+from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics
+from verl_like.trainer.experience_maker import ExperienceMaker, Weights
+from verl_like.trainer.learner import Learner
+from verl_like.trainer.metrics import batch_metrics, validation_metrics, validation_samples
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import EXTRA_PREFIX, PendingScores, RuleScorer, reward_columns, total_scores
+from verl_like.trainer.scoring import RuleScorer, reward_columns
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
@@ -61,36 +58,65 @@ class RayPPOTrainer:
         self.recorder = recorder
         if rule_scorer:
             rule_scorer.on_call = recorder.timeline.record
-        worker_classes = {role: built.cls for role, built in role_worker_mapping.items()}
-        self.reward_columns = reward_columns(worker_classes, with_rules=rule_scorer is not None)
         self.ray_worker_group_cls = ray_worker_group_cls
         self.sampler = EpochSampler(
             len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
         )
-        self.estimator = get_adv_estimator_fn(config.algorithm.adv_estimator)
-        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.model_cost = ModelCost.of(load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model"))
         self.global_step = 0
         self.groups: dict[str, WorkerGroup] = {}
-        self.metrics: list[dict[str, Metric]] = []  # of the present step or validation
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models; groups load at the same time."""
         self.groups = self.start_groups()
-        self.actor, self.rollout = self.groups[Role.Actor], self.groups[Role.Rollout]
-        self.reference, self.critic = self.groups.get(Role.RefPolicy), self.groups.get(Role.Critic)
-        self.reward_model = self.groups.get(Role.RewardModel)
-        self.annotators = {role: group for role, group in self.groups.items() if role not in list(Role)}
-        others = [group for group in self.groups.values() if group is not self.rollout]
+        self.maker, self.learner = self.build_maker(), self.build_learner()
+        rollout = self.groups[Role.Rollout]
+        others = [group for group in self.groups.values() if group is not rollout]
         if self.config.trainer.device == "cuda":
             # An engine takes its share of what is free on its device, so what else lives there loads first.
-            order = [others, [self.rollout]]
+            order = [others, [rollout]]
         else:
-            order = [[self.rollout, *others]]
+            order = [[rollout, *others]]
         for groups in order:
             for future in [group.init_model.remote() for group in groups]:
                 future.get()
-        self.load_weights(self.actor.export_weights.remote(version=self.global_step))
+        self.load_weights(self.learner.export_weights())
+
+    def build_maker(self) -> ExperienceMaker:
+        """The maker of this run's experience."""
+        config, groups = self.config, self.groups
+        worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
+        annotators = {role: group for role, group in groups.items() if role not in list(Role)}
+        model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
+        return ExperienceMaker(
+            rollout=groups[Role.Rollout],
+            actor=groups[Role.Actor] if config.needs_old_log_probs else None,
+            reference=groups.get(Role.RefPolicy),
+            critic=groups.get(Role.Critic),
+            reward_model=groups.get(Role.RewardModel),
+            annotators=list(annotators.values()),
+            val_annotators=[group for role, group in annotators.items() if worker_classes[role].reward_columns],
+            rule_scorer=self.rule_scorer,
+            reward_columns=reward_columns(worker_classes, with_rules=self.rule_scorer is not None),
+            algorithm=config.algorithm,
+            estimator=get_adv_estimator_fn(config.algorithm.adv_estimator),
+            kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
+            model_cost=ModelCost.of(model),
+            num_samples=config.actor_rollout_ref.rollout.n,
+            num_val_samples=config.actor_rollout_ref.rollout.val_kwargs.n,
+            balance=config.trainer.balance_batch,
+            timer=self.recorder.timer,
+        )
+
+    def build_learner(self) -> Learner:
+        """The learner of this run's policy and critic."""
+        config, n = self.config, self.config.actor_rollout_ref.rollout.n
+        return Learner(
+            actor=self.groups[Role.Actor],
+            critic=self.groups.get(Role.Critic),
+            actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
+            critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
+            critic_warmup=config.trainer.critic_warmup,
+        )
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""
@@ -136,164 +162,41 @@ class RayPPOTrainer:
         Calls that do not need each other's results are submitted together and collected afterwards: on pools of
         their own they overlap, on a shared pool they queue, and the numbers are the same.
         """
-        self.metrics = []
         prompts.meta_info["global_steps"] = self.global_step
-        batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.n)
-        self.rollout.sleep()
-
-        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-        pending: list[Any] = []
-        if self.config.needs_old_log_probs:
-            pending.append(self.submit(self.actor.compute_log_prob, batch, work))
-        if self.reference:
-            pending.append(self.submit(self.reference.compute_ref_log_prob, batch, work))
-        if self.critic:
-            pending.append(self.submit(self.critic.compute_values, batch, work))
-        if self.reward_model:
-            pending.append(self.submit(self.reward_model.compute_rm_score, batch, work))
-        # Not in balanced order, so that the samples of a prompt stay together.
-        pending += [group.annotate.remote(batch) for group in self.annotators.values()]
-        pending += [scores.complete(batch)] if scores else []
-        for future in pending:
-            batch = batch.union(self.collect(future))
-
-        with self.recorder.timer("adv"):
-            self.compute_rewards(batch)
-            self.compute_advantages(batch)
-
-        updates, n = [], self.config.actor_rollout_ref.rollout.n
-        if self.critic:
-            rows = self.config.critic.ppo_mini_batch_size * n
-            updates.append(self.submit(self.critic.update_critic, batch, work, mini_batch_rows=rows))
-        rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n
-        if self.global_step > self.config.trainer.critic_warmup:
-            updates.append(self.submit(self.actor.update_actor, batch, work, mini_batch_rows=rows))
-        exported = self.actor.export_weights.remote(version=self.global_step)
+        experience = self.maker.make(prompts)
+        update = self.learner.learn(experience)  # submitted: critic and actor overlap on pools of their own
+        weights = self.learner.export_weights()  # submitted, behind the actor's update
         # The driver's own work that nothing waits for is done while the updates run.
         data = self.config.data
-        self.metrics.append(batch_metrics(batch, data.max_prompt_length, data.max_response_length))
-        self.metrics.append(work.metrics(self.actor.update_actor, rows))
-        for future in updates:
-            self.collect(future)
+        metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)]
+        metrics += [self.learner.balance_metrics(experience), update.get()]
         with self.recorder.timer("update_weights"):
-            self.load_weights(exported)
-        return metric_values(merge_metrics(self.metrics))
+            self.load_weights(weights)
+        return metric_values(merge_metrics([experience.metrics, *metrics]))
 
-    def submit(
-        self, method: BoundMethod, batch: DataProto, work: RowWork, mini_batch_rows: int | None = None
-    ) -> Future[Any]:
-        """Starts a method on the batch, its rows shared out evenly; results are in the batch's own order."""
-        return method.remote(work.ordered(batch, method, mini_batch_rows))
-
-    def generate(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, PendingScores | None]:
-        """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
-
-        The rule rewards of responses that are complete while others are still generated are on their way then.
-        """
-        generation = self.rollout.generate_sequences.remote(prompts)
-        scores = self.rule_scorer.expect(prompts, num_samples) if self.rule_scorer else None
-        for finished in generation.stream():
-            if scores:
-                scores.add(finished)
-        generated = self.collect(generation)
-        return prompts.select(batch_keys=[]).repeat(num_samples, interleave=True).union(generated), scores
-
-    def collect(self, future: Any) -> DataProto:
-        """Waits for a result and files its metrics."""
-        output = future.get()
-        self.metrics.append(output.meta_info.pop("metrics", {}))
-        return output
-
-    def compute_rewards(self, batch: DataProto) -> None:
-        """Adds up the scores and subtracts the KL penalty: `token_level_scores`, `token_level_rewards` (B R).
-
-        r_t = score_t - beta * KL_t, with KL_t estimated from `old_log_probs` and `ref_log_prob` (Ziegler et al. 2019,
-        arXiv:1909.08593). Samples that could not be scored leave every loss: their `response_mask` becomes zero.
-        """
-        columns = batch.batch
-        mask_BR = columns["response_mask"]
-        if "is_skipped" in columns:
-            mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
-        columns["response_mask"] = mask_BR
-        columns["token_level_scores"] = total_scores(batch, self.reward_columns)
-        columns["token_level_rewards"] = columns["token_level_scores"]
-        if self.config.algorithm.use_kl_in_reward:
-            kl_coef = self.kl_controller.value
-            columns["token_level_rewards"], current_kl = apply_kl_penalty(
-                columns["token_level_scores"],
-                columns["old_log_probs"],
-                columns["ref_log_prob"],
-                mask_BR,
-                kl_coef=kl_coef,
-                estimator=self.config.algorithm.kl_penalty,
-            )
-            num_scored = int(mask_BR.any(-1).sum())
-            if num_scored:
-                self.kl_controller.update(current_kl, n_steps=num_scored)
-            self.metrics.append({"actor/reward_kl_penalty": Metric.mean(current_kl)})
-            self.metrics.append({"actor/reward_kl_penalty_coeff": Metric.mean(kl_coef)})
-
-    def compute_advantages(self, batch: DataProto) -> None:
-        """Adds `advantages` and `returns` (B R) by the configured estimator."""
-        columns, algorithm = batch.batch, self.config.algorithm
-        inputs = {**columns, "index": batch.non_tensor_batch["uid"], "config": algorithm}
-        inputs["options"] = read_options(self.estimator, algorithm=algorithm)
-        inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
-        inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
-        columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, inputs)
-
-    def load_weights(self, exported: Future[Any]) -> None:
-        """Takes the actor's weights to the rollout engines, which check them against the actor's fingerprint.
+    def load_weights(self, weights: Weights) -> None:
+        """Takes the learner's weights to the maker.
 
         Also during the critic's warm-up: an engine that slept has no weights.
         """
-        self.rollout.load_weights(exported, version=self.global_step)
-        self.actor.report_finished_calls()  # nobody waits for the export itself
+        self.maker.load_weights(weights)
+        self.learner.actor.report_finished_calls()  # nobody waits for the export itself
 
     def validate(self) -> dict[str, float]:
         """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
-        self.metrics = []
         rows = [self.val_dataset[i] for i in range(len(self.val_dataset))]
         prompts = self.val_dataset.collate(rows, epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
-        batch, scores = self.generate(prompts, num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
-        for role, group in self.annotators.items():
-            pending += [group.annotate.remote(batch)] if self.role_worker_mapping[role].cls.reward_columns else []
-        pending += [scores.complete(batch)] if scores else []
-        for future in pending:
-            batch = batch.union(self.collect(future))
-        scores_B = total_scores(batch, self.reward_columns).sum(-1)
-        scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
+        batch, scores_B, metrics = self.maker.validate(prompts)
         self.recorder.show_generations(self.global_step, self.tokenizer, batch, scores_B)
-        called = metric_values(merge_metrics(self.metrics))
         counts = {
-            name.replace("reward/", "val-aux/"): n for name, n in called.items() if name.startswith("reward/num_")
+            name.replace("reward/", "val-aux/"): n
+            for name, n in metric_values(metrics).items()
+            if name.startswith("reward/num_")
         }
         return validation_metrics(validation_samples(batch, scores_B)) | counts
 
     def save(self) -> None:
         """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""
         folder = self.recorder.run_dir / f"global_step_{self.global_step}"
-        trained = {Role.Actor: self.actor} | ({Role.Critic: self.critic} if self.critic else {})
-        for role, group in trained.items():
-            group.save_hf(str(folder / role / "huggingface"))
-            if self.config.trainer.save_freq > 0:
-                group.save_checkpoint(str(folder / role / "checkpoint"))
-
-
-def validation_samples(batch: DataProto, scores_B: torch.Tensor) -> list[ValidationSample]:
-    """The reward of each response (0 where it was skipped) and the numbers that the reward function added to it."""
-    columns = batch.non_tensor_batch
-    added = {
-        name: values for name, values in columns.items() if name.startswith(EXTRA_PREFIX) and values.dtype != object
-    }
-    return [
-        ValidationSample(
-            data_source=columns["data_source"][i],
-            prompt_id=columns["uid"][i],
-            values={"reward": score}
-            | {name.removeprefix(EXTRA_PREFIX): float(v[i]) for name, v in added.items() if not np.isnan(v[i])},
-        )
-        for i, score in enumerate(scores_B.tolist())
-    ]
+        self.learner.save(folder, with_checkpoint=self.config.trainer.save_freq > 0)

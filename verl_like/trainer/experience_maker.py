@@ -1,0 +1,186 @@
+"""The maker: prompts in, experience out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_like.algorithms.advantages import estimate_advantages
+from verl_like.algorithms.kl import KLController, apply_kl_penalty
+from verl_like.algorithms.registry import Algorithm, read_options
+from verl_like.protocol import DataProto, Future, Metric, merge_metrics
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.config.schema import AlgorithmConfig
+from verl_like.trainer.scoring import PendingScores, RuleScorer, total_scores
+from verl_like.workers.planning.flops import ModelCost
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A scored batch to learn from."""
+
+    batch: DataProto
+    """(B * n,) responses, the n of a prompt next to each other, with `advantages` and `returns`."""
+    work: RowWork
+    """By which the rows are divided among ranks."""
+    metrics: dict[str, Metric]
+    """What was measured while it was made."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The actor's weights, which may still be on the way from the actor to the rollout engines."""
+
+    exported: Future[Any]
+    version: int
+
+
+@dataclass(kw_only=True)
+class ExperienceMaker:
+    """Generates responses, scores them and computes advantages. A subclass changes a phase by overriding its method.
+
+    Prompts and weights come in, experience goes out; nothing is shared with the learner. The state is the coefficient
+    of `kl_controller`.
+    """
+
+    rollout: WorkerGroup
+    actor: WorkerGroup | None
+    """Computes `old_log_probs`; None where nothing needs them before the update."""
+    reference: WorkerGroup | None
+    critic: WorkerGroup | None
+    reward_model: WorkerGroup | None
+    annotators: Sequence[WorkerGroup]
+    """The groups of custom roles."""
+    val_annotators: Sequence[WorkerGroup]
+    """Those of them that write reward columns; validation asks them too."""
+    rule_scorer: RuleScorer | None
+    reward_columns: Mapping[str, float]
+    """The columns whose weighted sum is the reward."""
+    algorithm: AlgorithmConfig
+    estimator: Algorithm
+    kl_controller: KLController
+    model_cost: ModelCost
+    num_samples: int
+    """Responses to each prompt in training."""
+    num_val_samples: int
+    balance: bool
+    """Whether ranks get equal work instead of their rows as they come."""
+    timer: Callable[[str], AbstractContextManager[None]]
+    """Measures a phase of the driver."""
+
+    def make(self, prompts: DataProto) -> Experience:
+        """Makes experience of (B,) prompts with the present weights; meta `global_steps` seeds the sampling.
+
+        Calls that do not need each other's results are submitted together and collected afterwards.
+        """
+        batch, scores, generation_metrics = self.generate(prompts, self.num_samples)
+        self.rollout.sleep()
+
+        work = RowWork.of(batch, self.model_cost, balance=self.balance)
+        pending: list[Any] = []
+        if self.actor:
+            pending.append(work.submit(self.actor.compute_log_prob, batch))
+        if self.reference:
+            pending.append(work.submit(self.reference.compute_ref_log_prob, batch))
+        if self.critic:
+            pending.append(work.submit(self.critic.compute_values, batch))
+        if self.reward_model:
+            pending.append(work.submit(self.reward_model.compute_rm_score, batch))
+        # Not in balanced order, so that the samples of a prompt stay together.
+        pending += [group.annotate.remote(batch) for group in self.annotators]
+        pending += [scores.complete(batch)] if scores else []
+        batch, scoring_metrics = self.collect(batch, pending)
+
+        with self.timer("adv"):
+            reward_metrics = self.compute_rewards(batch)
+            # The place for what changes which tokens count, or how much: all columns but the advantages are known.
+            self.compute_advantages(batch)
+        return Experience(batch, work, merge_metrics([generation_metrics, scoring_metrics, reward_metrics]))
+
+    def validate(self, prompts: DataProto) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
+        """Responses to (B,) prompts, drawn as `rollout.val_kwargs` says; meta `validate` is True.
+
+        Returns:
+            (B * n,) rows with their reward columns; the reward of each row, 0 where it was skipped; metrics.
+        """
+        batch, scores, generation_metrics = self.generate(prompts, self.num_val_samples)
+        pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
+        pending += [group.annotate.remote(batch) for group in self.val_annotators]
+        pending += [scores.complete(batch)] if scores else []
+        batch, scoring_metrics = self.collect(batch, pending)
+        scores_B = total_scores(batch, self.reward_columns).sum(-1)
+        scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
+        return batch, scores_B, merge_metrics([generation_metrics, scoring_metrics])
+
+    def load_weights(self, weights: Weights) -> None:
+        """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
+        self.rollout.load_weights(weights.exported, version=weights.version)
+
+    def generate(
+        self, prompts: DataProto, num_samples: int
+    ) -> tuple[DataProto, PendingScores | None, dict[str, Metric]]:
+        """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
+
+        Rules already score responses that are complete while others are still generated.
+        """
+        generation = self.rollout.generate_sequences.remote(prompts)
+        scores = self.rule_scorer.expect(prompts, num_samples) if self.rule_scorer else None
+        for finished in generation.stream():
+            if scores:
+                scores.add(finished)
+        repeated = prompts.select(batch_keys=[]).repeat(num_samples, interleave=True)
+        batch, metrics = self.collect(repeated, [generation])
+        return batch, scores, metrics
+
+    def collect(self, batch: DataProto, pending: Sequence[Any]) -> tuple[DataProto, dict[str, Metric]]:
+        """Waits for results, adds their columns to the batch and merges their metrics."""
+        metrics = []
+        for future in pending:
+            output = future.get()
+            metrics.append(output.meta_info.pop("metrics", {}))
+            batch = batch.union(output)
+        return batch, merge_metrics(metrics)
+
+    def compute_rewards(self, batch: DataProto) -> dict[str, Metric]:
+        """Adds up the scores and subtracts the KL penalty: `token_level_scores`, `token_level_rewards` (B R).
+
+        r_t = score_t - beta * KL_t, with KL_t estimated from `old_log_probs` and `ref_log_prob` (Ziegler et al. 2019,
+        arXiv:1909.08593). Samples that could not be scored leave every loss: their `response_mask` becomes zero.
+        """
+        columns = batch.batch
+        mask_BR = columns["response_mask"]
+        if "is_skipped" in columns:
+            mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
+        columns["response_mask"] = mask_BR
+        columns["token_level_scores"] = total_scores(batch, self.reward_columns)
+        columns["token_level_rewards"] = columns["token_level_scores"]
+        if not self.algorithm.use_kl_in_reward:
+            return {}
+        kl_coef = self.kl_controller.value
+        columns["token_level_rewards"], current_kl = apply_kl_penalty(
+            columns["token_level_scores"],
+            columns["old_log_probs"],
+            columns["ref_log_prob"],
+            mask_BR,
+            kl_coef=kl_coef,
+            estimator=self.algorithm.kl_penalty,
+        )
+        num_scored = int(mask_BR.any(-1).sum())
+        if num_scored:
+            self.kl_controller.update(current_kl, n_steps=num_scored)
+        return {
+            "actor/reward_kl_penalty": Metric.mean(current_kl),
+            "actor/reward_kl_penalty_coeff": Metric.mean(kl_coef),
+        }
+
+    def compute_advantages(self, batch: DataProto) -> None:
+        """Adds `advantages` and `returns` (B R) by the configured estimator."""
+        columns, algorithm = batch.batch, self.algorithm
+        inputs = {**columns, "index": batch.non_tensor_batch["uid"], "config": algorithm}
+        inputs["options"] = read_options(self.estimator, algorithm=algorithm)
+        inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
+        inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
+        columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, inputs)
