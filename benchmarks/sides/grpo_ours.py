@@ -2,13 +2,17 @@
 makes it, one step at a time."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.serve import serve
 from benchmarks.sides.grpo_gate import Gate
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.run_ppo import check_inputs, train
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.ppo_inputs import check_inputs
+from verl_like.trainer.run import train
+from verl_like.trainer.run_ppo import fit
 from verl_like.trainer.run_recorder import RunRecorder
 
 gate = Gate()
@@ -20,7 +24,7 @@ class SteppingRecorder(RunRecorder):
         gate.wait()
         with super().step(step, epoch, total_steps) as log:
             yield log
-        gate.finished(self.metrics[-1])
+        gate.finished(json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1]))
 
 
 def start(overrides: list[str]) -> dict[str, Any]:
@@ -28,8 +32,8 @@ def start(overrides: list[str]) -> dict[str, Any]:
 
     def body() -> None:
         with contextlib.ExitStack() as cleanup:
-            inputs = check_inputs(load_ppo_config(overrides, "ppo_trainer", None), cleanup)
-            train(inputs, SteppingRecorder(inputs.config))
+            inputs = check_inputs(load_ppo_config(overrides), cleanup)
+            train(inputs, fit, SteppingRecorder(inputs.config, PPO_DISPLAY))
 
     gate.start(body)
     return {}

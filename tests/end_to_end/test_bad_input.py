@@ -14,7 +14,8 @@ from transformers import LlamaConfig
 
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.run_ppo import check_inputs, run_ppo
+from verl_like.trainer.ppo_inputs import check_inputs
+from verl_like.trainer.run_ppo import run_ppo
 
 Refusal = Callable[..., str]
 

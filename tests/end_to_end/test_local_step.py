@@ -12,8 +12,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer import run_ppo
+from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
@@ -36,14 +37,14 @@ def run_locally(
     """Some steps in this process; what is in `folder` then is as after any run."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
-    config = run_ppo.with_training_steps(load_ppo_config(settings), steps)
-    tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model)
-    datasets = [run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val")]
-    own_classes = {role: run_ppo.import_worker_class(role, path) for role, path in config.worker_classes.items()}
-    rewards = run_ppo.start_reward_manager(config) if with_rules else None
-    recorder = RunRecorder(config)
+    config = ppo_inputs.with_training_steps(load_ppo_config(settings), steps)
+    tokenizer = ppo_inputs.load_tokenizer(config.actor_rollout_ref.model)
+    datasets = [ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val")]
+    own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    rewards = ppo_inputs.start_reward_manager(config) if with_rules else None
+    recorder = RunRecorder(config, PPO_DISPLAY)
     trainer = LocalTrainer(
-        config, tokenizer, run_ppo.build_role_worker_mapping(config, own_classes), None, *datasets,
+        config, tokenizer, ppo_workers.build_role_worker_mapping(config, own_classes), None, *datasets,
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
     )  # fmt: skip
     trainer.init_workers()

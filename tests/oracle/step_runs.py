@@ -36,10 +36,11 @@ from verl_like.single_controller.ray.worker_group import (
 )
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer import run_ppo
+from verl_like.trainer import ppo_inputs
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import leaves
 from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.workers.actor import ActorWorker
@@ -260,8 +261,8 @@ def train(settings: Settings, start: StartGroups, steps: int) -> Trained:
     """What the trainer's own steps do under a configuration."""
     with contextlib.ExitStack() as cleanup:
         overrides = [f"{key}={as_override(value)}" for key, value in settings.items()]
-        inputs = run_ppo.check_inputs(load_ppo_config(["device=cpu", *overrides]), cleanup)
-        recorder = RunRecorder(inputs.config)
+        inputs = ppo_inputs.check_inputs(load_ppo_config(["device=cpu", *overrides]), cleanup)
+        recorder = RunRecorder(inputs.config, PPO_DISPLAY)
         cleanup.callback(recorder.timeline_file.close)
         trainer = StepTrainer(
             inputs.config, inputs.tokenizer, inputs.role_worker_mapping, None, inputs.train_dataset,

@@ -11,6 +11,7 @@ from verl_like.single_controller.call import CallEvent
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.console import RunConsole
+from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
 from verl_like.trainer.run_recorder import RunRecorder, _new_run_dir
@@ -23,7 +24,7 @@ def event(method: str, rank: int, started: float, finished: float, pool: str = "
 
 
 def test_a_phase_lasts_from_the_first_start_to_the_last_end_and_leaves_validation_out():
-    timeline = Timeline(io.StringIO())
+    timeline = Timeline(io.StringIO(), PPO_DISPLAY)
     timeline.start_step(1)
     timeline.record(event("update_actor", 0, 99.0, 100.0))
     timeline.start_step(2)
@@ -35,7 +36,7 @@ def test_a_phase_lasts_from_the_first_start_to_the_last_end_and_leaves_validatio
 
 
 def test_the_critical_path_is_the_sum_of_each_stages_busiest_process():
-    timeline = Timeline(io.StringIO())
+    timeline = Timeline(io.StringIO(), PPO_DISPLAY)
     timeline.record(event("init_model", 0, 0.0, 90.0))
     timeline.start_step(3)
     for call in (
@@ -63,7 +64,7 @@ def test_the_critical_path_is_the_sum_of_each_stages_busiest_process():
 
 
 def test_calls_of_independent_pools_that_were_made_one_after_the_other_are_half_of_the_time():
-    timeline = Timeline(io.StringIO())
+    timeline = Timeline(io.StringIO(), PPO_DISPLAY)
     timeline.record(event("update_critic", 0, 10.0, 13.0, "b", "critic"))
     timeline.record(event("update_actor", 0, 13.0, 16.0))
     assert timeline.critical_path_seconds() / (16.0 - 10.0) == 0.5
@@ -122,6 +123,7 @@ def report(tmp_path, **changes) -> str:
         "placement": [{"pool": "a", "roles": "actor"}],
         "generations": [],
         "config": "trainer: {}",
+        "charts": PPO_DISPLAY.charts,
     } | changes
     write_report(tmp_path / "report.html", **arguments)
     return (tmp_path / "report.html").read_text()
@@ -150,7 +152,7 @@ def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
 
 
 def test_the_timeline_shows_the_last_steps_that_neither_validated_nor_saved(tmp_path):
-    timeline = Timeline(file := io.StringIO())
+    timeline = Timeline(file := io.StringIO(), PPO_DISPLAY)
     timeline.record(event("init_model", 0, 0.0, 0.5))
     for step in range(1, 8):
         timeline.start_step(step)
@@ -171,7 +173,7 @@ def test_the_timeline_shows_the_last_steps_that_neither_validated_nor_saved(tmp_
 
 
 def test_a_run_in_which_every_step_validates_shows_those():
-    timeline = Timeline(io.StringIO())
+    timeline = Timeline(io.StringIO(), PPO_DISPLAY)
     for step in range(1, 6):
         timeline.start_step(step)
         timeline.is_validating = True
@@ -181,7 +183,8 @@ def test_a_run_in_which_every_step_validates_shows_those():
 
 def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(tmp_path):
     required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
-    recorder = RunRecorder(load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]))
+    config = load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"])
+    recorder = RunRecorder(config, PPO_DISPLAY)
     recorder.console.show_step = lambda *_: None  # printing would take most of the time
     kept = {}
     for step in range(1, 5001):
@@ -202,7 +205,7 @@ def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(
 
 
 def test_the_time_left_is_known_after_two_steps_however_long_they_take():
-    console = RunConsole()
+    console = RunConsole(PPO_DISPLAY)
     clock = iter(range(0, 10_000, 45))  # every look at the clock is 45 seconds later
     console.progress.get_time = lambda: float(next(clock))
     for task in console.progress.tasks:
@@ -215,7 +218,7 @@ def test_the_time_left_is_known_after_two_steps_however_long_they_take():
 
 
 def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_each_phase(capsys):
-    console = RunConsole()
+    console = RunConsole(PPO_DISPLAY)
     console.show_step(
         7,
         100,

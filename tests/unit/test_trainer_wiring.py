@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verl_like.rewards.manager import RewardSample
 from verl_like.single_controller.worker import Worker
-from verl_like.trainer import run_ppo
+from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor import ActorWorker
@@ -35,8 +35,8 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     settings = ["placement=split", "trainer.n_gpus_per_node=4", "algorithm.use_kl_in_reward=true"]
     settings += ["trainer.seed=7", "trainer.critic_warmup=3", "actor_rollout_ref.rollout.n=5"]
     config = config_of(*settings, *roles, "role_mapping.ref=critic_pool", "reward_model.model.path=judge")
-    config = run_ppo.with_training_steps(config, 20)
-    mapping = run_ppo.build_role_worker_mapping(config, {"judge": Judge, "critic": OwnCritic})
+    config = ppo_inputs.with_training_steps(config, 20)
+    mapping = ppo_workers.build_role_worker_mapping(config, {"judge": Judge, "critic": OwnCritic})
     assert {role: made.cls for role, made in mapping.items()} == {
         "actor": ActorWorker, "rollout": RolloutWorker, "ref": ReferenceWorker,
         "critic": OwnCritic, "reward_model": RewardModelWorker, "judge": Judge,
@@ -57,26 +57,26 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
 
 def test_a_role_without_a_class_of_its_own_is_a_plain_worker_with_the_whole_configuration():
     config = config_of("worker_classes.judge=any.Judge", "role_mapping.judge=global_pool")
-    made = run_ppo.build_role_worker_mapping(config, {})["judge"]
+    made = ppo_workers.build_role_worker_mapping(config, {})["judge"]
     assert made.cls is Worker and made.kwargs == {"config": config}
     # Without a number of steps nothing can be taken off it.
-    assert run_ppo.build_role_worker_mapping(config, {})["actor"].kwargs["total_training_steps"] is None
+    assert ppo_workers.build_role_worker_mapping(config, {})["actor"].kwargs["total_training_steps"] is None
 
 
 def test_training_roles_share_a_process_and_the_rollout_has_its_own():
-    assert run_ppo.max_colocate_count(config_of()) == 2
+    assert ppo_workers.max_colocate_count(config_of()) == 2
     split = ["placement=split", "trainer.n_gpus_per_node=4"]
     own_pools = ["role_mapping.rollout=rollout_pool", "resource_pool_spec.rollout_pool=[1]"]
-    assert run_ppo.max_colocate_count(config_of(*split)) == 2
-    assert run_ppo.max_colocate_count(config_of(*split, *own_pools)) == 1
+    assert ppo_workers.max_colocate_count(config_of(*split)) == 2
+    assert ppo_workers.max_colocate_count(config_of(*split, *own_pools)) == 1
 
 
 def test_epochs_count_whole_batches_unless_the_number_of_steps_is_given():
     batches = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     micro = [f"{part}.ppo_micro_batch_size_per_gpu=2" for part in ("actor_rollout_ref.actor", "critic")]
     config = config_of(*batches, *micro, "trainer.total_epochs=3")
-    assert run_ppo.training_steps(config, num_prompts=11) == 2 * 3
-    assert run_ppo.training_steps(run_ppo.with_training_steps(config, 5), num_prompts=11) == 5
+    assert ppo_inputs.training_steps(config, num_prompts=11) == 2 * 3
+    assert ppo_inputs.training_steps(ppo_inputs.with_training_steps(config, 5), num_prompts=11) == 5
 
 
 def test_the_datasets_are_read_as_the_data_settings_say(tmp_path: Path, tiny_llama: Callable):
@@ -95,9 +95,9 @@ def test_the_datasets_are_read_as_the_data_settings_say(tmp_path: Path, tiny_lla
         "data.train_max_samples=3", "data.val_max_samples=2", "data.apply_chat_template_kwargs={sign: '-'}",
     )  # fmt: skip
     path, _ = tiny_llama()
-    tokenizer = run_ppo.load_tokenizer(config.actor_rollout_ref.model.model_copy(update={"path": path}))
+    tokenizer = ppo_inputs.load_tokenizer(config.actor_rollout_ref.model.model_copy(update={"path": path}))
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ sign }}"
-    train, val = (run_ppo.load_dataset(config, tokenizer, part) for part in ("train", "val"))
+    train, val = (ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val"))
     # Of the first three rows of both files the long one is left out.
     assert [train[i]["data_source"] for i in range(len(train))] == ["a.jsonl", "b.jsonl"] and train.num_filtered == 1
     assert [val[i]["data_source"] for i in range(len(val))] == ["c.jsonl", "c.jsonl"]
@@ -107,7 +107,7 @@ def test_the_datasets_are_read_as_the_data_settings_say(tmp_path: Path, tiny_lla
     truncating = config.model_copy(
         update={"data": config.data.model_copy(update={"filter_overlong_prompts": False, "truncation": "left"})}
     )
-    assert run_ppo.load_dataset(truncating, tokenizer, "train").num_truncated == 1
+    assert ppo_inputs.load_dataset(truncating, tokenizer, "train").num_truncated == 1
 
 
 def test_the_reward_processes_are_made_as_the_reward_settings_say(tmp_path: Path):
@@ -116,7 +116,7 @@ def test_the_reward_processes_are_made_as_the_reward_settings_say(tmp_path: Path
     )
     function = [f"custom_reward_function.path={tmp_path}/own.py", "custom_reward_function.name=grade"]
     settings = ["custom_reward_function.reward_kwargs={bonus: 0.5}", "reward.num_workers=3", "reward.timeout_s=7"]
-    manager = run_ppo.start_reward_manager(config_of(*function, *settings, "reward.on_error=skip"))
+    manager = ppo_inputs.start_reward_manager(config_of(*function, *settings, "reward.on_error=skip"))
     try:
         assert (manager.num_workers, manager.timeout_s, manager.on_error) == (3, 7.0, "skip")
         assert manager.submit([RewardSample("0", "x", "four", "", {})]).get().scores.tolist() == [4.5]

@@ -8,37 +8,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-# The metrics of the step line: label, metric names (the first that exists is shown), format.
-STEP_LINE = [
-    ("reward", ("critic/score/mean",), "{:.3f}"),
-    ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "{:.4f}"),
-    ("entropy", ("actor/entropy",), "{:.3f}"),
-    ("length", ("response_length/mean",), "{:.1f}"),
-    ("drift", ("training/rollout_probs_diff_mean",), "{:.1e}"),
-    ("tok/s", ("perf/total_throughput",), "{:,.0f}"),
-    ("overlap", ("perf/overlap",), "{:.0%}"),
-]
-PHASES = [
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "reward_model",
-    "annotate",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "testing",
-    "save_checkpoint",
-]
+from verl_like.trainer.display import Display
 
 
 class RunConsole:
     """Prints to standard output; on a terminal a progress bar with the time left stays at the bottom."""
 
-    def __init__(self) -> None:
+    def __init__(self, display: Display) -> None:
+        self.display = display
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress = Progress(
             TextColumn("[bold]training"),
@@ -69,11 +46,11 @@ class RunConsole:
 
     def show_step(self, step: int, total_steps: int, metrics: dict[str, float]) -> None:
         shown = []
-        for label, names, template in STEP_LINE:
+        for label, names, template in self.display.step_line:
             value = next((metrics[name] for name in names if name in metrics), math.nan)
             if not math.isnan(value):
                 shown.append(f"{label} {template.format(value)}")
-        times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+        times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in self.display.phases}
         noticeable = 0.02 * metrics["timing_s/step"]
         seconds = [f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > noticeable]
         validation = [f"[bold]{name} {value:.3f}[/]" for name, value in metrics.items() if name.startswith("val-core/")]
@@ -90,11 +67,10 @@ class RunConsole:
                 self.progress.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{name} {value:.3f}[/]")
 
     def show_generations(self, step: int, generations: list[dict[str, Any]]) -> None:
-        table = Table(
-            "prompt", "response", "ground truth", "score", title=f"Generations at step {step}", title_justify="left"
-        )
+        names = [name for name in generations[0] if name != "step"]
+        table = Table(*names, title=f"Generations at step {step}", title_justify="left")
         for row in generations:
-            table.add_row(*(escape(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
+            table.add_row(*(escape(str(row[name])) for name in names))
         self.progress.console.print(table)
 
     def close(self) -> None:

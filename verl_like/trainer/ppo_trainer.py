@@ -1,6 +1,7 @@
 """The PPO trainer: a maker and a learner on worker groups, and the loop around them."""
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +21,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import ExperienceMaker, Weights
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics, validation_metrics, validation_samples
+from verl_like.trainer.ppo_display import generation_of_row
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer, reward_columns
@@ -188,7 +190,9 @@ class RayPPOTrainer:
         prompts = self.val_dataset.collate(rows, epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         batch, scores_B, metrics = self.maker.validate(prompts)
-        self.recorder.show_generations(self.global_step, self.tokenizer, batch, scores_B)
+        shown = partial(generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer)
+        num_shown = self.config.trainer.log_val_generations
+        self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
         counts = {
             name.replace("reward/", "val-aux/"): n
             for name, n in metric_values(metrics).items()

@@ -2,6 +2,7 @@
 
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-# Title, names of metrics (a name that ends in "/" stands for all that begin with it), y label.
-CHARTS = [
-    ("Validation", ("val-core/",), "score"),
-    ("Reward", ("critic/score/mean", "critic/rewards/mean"), "mean per sample"),
-    ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "nats per token"),
-    ("Response length", ("response_length/mean", "response_length/max"), "tokens"),
-    ("Entropy", ("actor/entropy",), "nats per token"),
-    ("Log-prob drift, engine against trainer", ("training/rollout_probs_diff_mean",), "mean |p - q|"),
-    ("Gradient norm", ("actor/grad_norm", "critic/grad_norm"), ""),
-    ("Seconds a step", ("timing_s/step",), "s"),
-    ("Critical path / time of a step", ("perf/overlap",), ""),
-]
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
@@ -57,14 +46,15 @@ def write_report(
     placement: list[dict[str, str]],
     generations: list[dict[str, Any]],
     config: str,
+    charts: Sequence[tuple[str, tuple[str, ...], str]],
 ) -> None:
     """Writes the report. `metrics` has one row a step (with "step"), `steps` the rows of some steps of the timeline."""
-    charts = "".join(_chart(chart_title, names, label, metrics) for chart_title, names, label in CHARTS)
+    drawn = "".join(_chart(chart_title, names, label, metrics) for chart_title, names, label in charts)
     path.write_text(
         PAGE.format(
             title=html.escape(title),
             summary=html.escape(summary),
-            charts=charts,
+            charts=drawn,
             timeline=_timeline(steps),
             speed=_speed(metrics),
             placement=_table(placement),

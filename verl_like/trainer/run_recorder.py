@@ -9,14 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from verl_like.protocol import DataProto
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.trainer.config.compose import to_yaml
-from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.console import RunConsole
+from verl_like.trainer.display import Display
 from verl_like.trainer.report import write_report
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import Tracking
@@ -25,18 +22,17 @@ from verl_like.trainer.tracking import Tracking
 class RunRecorder:
     """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`; nothing is overwritten."""
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: RunConfig, display: Display) -> None:
         trainer = config.trainer
-        self.config = config
+        self.config, self.display = config, display
         self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
         self.timeline_file = open(self.run_dir / "timeline.jsonl", "w", buffering=1)  # noqa: SIM115
-        self.timeline = Timeline(self.timeline_file)
-        self.console = RunConsole()
+        self.timeline = Timeline(self.timeline_file, display)
+        self.console = RunConsole(display)
         self.tracking = Tracking(
             trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.model_dump(mode="json")
         )
-        self.num_processes = sum(sum(nodes) for nodes in config.resource_pool_spec.values())
         self.generations: list[dict[str, Any]] = []
         self.num_validations = 0
         self.placement: list[dict[str, str]] = []
@@ -89,9 +85,11 @@ class RunRecorder:
         metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
         metrics["perf/time_per_step"] = seconds["step"]
         training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
-        metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
-        metrics["perf/overlap"] = self.timeline.critical_path_seconds() / training_seconds
-        metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.num_processes
+        if "perf/total_num_tokens" in metrics:
+            metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
+            metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.config.num_processes_of_run
+        if self.timeline.events:
+            metrics["perf/overlap"] = self.timeline.critical_path_seconds() / training_seconds
         self.tracking.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)
 
@@ -101,24 +99,15 @@ class RunRecorder:
         self.console.show_validation(0, metrics)
 
     def show_generations(
-        self, step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores_B: torch.Tensor
+        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, Any]], num_shown: int
     ) -> None:
-        """Shows `trainer.log_val_generations` rows of a validation batch, others each time, for the report too."""
-        num_shown = min(self.config.trainer.log_val_generations, len(batch))
+        """Shows `num_shown` rows of a validation batch, others each time, for the report too."""
+        num_shown = min(num_shown, num_rows)
         first = self.num_validations * num_shown
         self.num_validations += 1
         rows = []
-        for i in ((first + k) % len(batch) for k in range(num_shown)):
-            mask = batch.batch["response_mask"][i].bool()
-            rows.append(
-                {
-                    "step": step,
-                    "prompt": _shown(batch.non_tensor_batch["raw_prompt"][i][-1]["content"]),
-                    "response": _shown(tokenizer.decode(batch.batch["responses"][i][mask])),
-                    "ground_truth": _shown(str(batch.non_tensor_batch["reward_model"][i].get("ground_truth"))),
-                    "score": f"{scores_B[i]:.2f}",
-                }
-            )
+        for i in ((first + k) % num_rows for k in range(num_shown)):
+            rows.append({"step": step} | {name: _shown(text) for name, text in generation_of_row(i).items()})
         if rows:
             self.generations = [*self.generations[:num_shown], *rows]
             self.console.show_generations(step, rows)
@@ -138,6 +127,7 @@ class RunRecorder:
             placement=self.placement,
             generations=self.generations,
             config=to_yaml(self.config),
+            charts=self.display.charts,
         )
         self.console.say(f"\n{outcome}")
         for line in _validation_summary(metrics):

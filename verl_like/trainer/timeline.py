@@ -5,29 +5,7 @@ from collections import defaultdict
 from typing import Any, TextIO
 
 from verl_like.single_controller.call import CallEvent
-from verl_like.trainer.roles import Role
-
-# verl's timer names for the worker methods; any other method is timed under its own name.
-PHASE_OF_METHOD = {
-    "generate_sequences": "gen",
-    "compute_log_prob": "old_log_prob",
-    "compute_ref_log_prob": "ref",
-    "compute_values": "values",
-    "compute_rm_score": "reward_model",
-    "score": "reward",
-}
-# Each stage of a step needs all results of the stage before. Any other method is inference.
-_GENERATION, _SLEEP, _INFERENCE, _UPDATE, _EXPORT, _LOAD = range(6)
-_STAGE_OF_METHOD = {
-    "generate_sequences": _GENERATION,
-    "sleep": _SLEEP,
-    "update_critic": _UPDATE,
-    "update_actor": _UPDATE,
-    "export_weights": _EXPORT,
-    "load_weights": _LOAD,
-}
-_KIND_OF_PROCESS = {Role.Rollout: "rollout", "rules": "reward"}  # by role; all others train
-
+from verl_like.trainer.display import Display
 
 NUM_SHOWN_STEPS = 3
 
@@ -38,8 +16,9 @@ class Timeline:
     Of the steps before it keeps what the report shows. Times are seconds of the worker's clock (time.time()).
     """
 
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
+    def __init__(self, file: TextIO, display: Display) -> None:
+        self.file, self.display = file, display
+        self.stage_of_method = {method: i for i, methods in enumerate(display.stages) for method in methods}
         self.step = 0
         self.is_validating = False
         self.events: list[CallEvent] = []  # of the present step, without those of a validation
@@ -58,7 +37,7 @@ class Timeline:
             "role": event.role,
             "method": event.method,
             "rank": event.rank,
-            "process": _process(event),
+            "process": self._process(event),
             "started": event.started,
             "finished": event.finished,
         }
@@ -79,7 +58,7 @@ class Timeline:
         """Seconds from the first rank's start to the last rank's end of each method that trained in this step."""
         spans: dict[str, list[CallEvent]] = defaultdict(list)
         for event in self.events:
-            spans[PHASE_OF_METHOD.get(event.method, event.method)].append(event)
+            spans[self.display.phase_of_method.get(event.method, event.method)].append(event)
         return {
             phase: max(e.finished for e in events) - min(e.started for e in events) for phase, events in spans.items()
         }
@@ -87,24 +66,24 @@ class Timeline:
     def critical_path_seconds(self) -> float:
         """The least time that the calls of this step leave a training step, were nothing lost between them.
 
-        A stage (generation, inference, updates, export, load) takes at least as long as its busiest process: the sum
+        A stage takes at least as long as its busiest process: the sum
         of the seconds of that process's calls. The critical path is the sum of these over the stages. What ran before
         the stage in front was over, such as rewards while others generate, costs nothing.
         """
-        stages: list[list[CallEvent]] = [[] for _ in range(6)]
+        stages: list[list[CallEvent]] = [[] for _ in self.display.stages]
+        others = self.display.stages.index(())
         for event in self.events:
             if not event.method.startswith("save_"):
-                stages[_STAGE_OF_METHOD.get(event.method, _INFERENCE)].append(event)
+                stages[self.stage_of_method.get(event.method, others)].append(event)
         total, stage_start = 0.0, 0.0
         for events in stages:
             busy: dict[tuple[str, str], float] = defaultdict(float)
             for e in events:
-                busy[e.pool, _process(e)] += max(0.0, e.finished - max(e.started, stage_start))
+                busy[e.pool, self._process(e)] += max(0.0, e.finished - max(e.started, stage_start))
             total += max(busy.values(), default=0.0)
             stage_start = max([stage_start, *(e.finished for e in events)])
         return total
 
-
-def _process(event: CallEvent) -> str:
-    """The process of its pool that ran a call: roles that train share theirs."""
-    return f"{_KIND_OF_PROCESS.get(event.role, 'training')} {event.rank}"
+    def _process(self, event: CallEvent) -> str:
+        """The process of its pool that ran a call: roles that train share theirs."""
+        return f"{self.display.process_of_role.get(event.role, 'training')} {event.rank}"

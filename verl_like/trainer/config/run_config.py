@@ -58,3 +58,8 @@ class RunConfig(ConfigModel):
 
     trainer: RecordConfig
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
+
+    @property
+    def num_processes_of_run(self) -> int:
+        """Processes, one a device, that a run's throughput is divided by."""
+        return 1

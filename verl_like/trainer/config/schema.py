@@ -209,6 +209,10 @@ class PPOConfig(RunConfig):
         new_roles = [role for role in self.role_mapping if role not in needed]
         return (*(role.value for role, is_needed in needed.items() if is_needed), *new_roles)
 
+    @property
+    def num_processes_of_run(self) -> int:
+        return sum(sum(processes) for processes in self.resource_pool_spec.values())
+
     def num_processes(self, role: str) -> int:
         """Size of the pool that `role` is mapped to."""
         return sum(self.resource_pool_spec[self.role_mapping[role]])

@@ -1,0 +1,70 @@
+"""The run shell knows no trainer: one of a few lines runs through it as PPO does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import metrics_of
+from test_interruptions import assert_nothing_is_left, heed_interrupts
+
+TOY = Path(__file__).with_name("toy_trainer.py")
+DEADLINE_S = 120.0
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(TOY), f"trainer.default_local_dir={folder}/runs", *overrides]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, start_new_session=True, preexec_fn=heed_interrupts)
+
+
+@pytest.mark.ray
+def test_a_trainer_of_a_few_lines_trains_and_leaves_metrics_and_a_report(tmp_path: Path):
+    process = start(tmp_path, "target=0.5", "trainer.steps=4")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    # The rate follows the target: half of the way each step.
+    rows = metrics_of(tmp_path)
+    assert [row["toy/distance"] for row in rows] == [0.25, 0.125, 0.0625, 0.03125]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and not any("perf/overlap" in row for row in rows)
+    run = tmp_path / "runs/latest"
+    report = (run / "report.html").read_text()
+    assert report.count("<svg") == 1 and "Done: 4 training steps." in report and "verl_like / descent" in report
+    assert "rate: 0.5" in (run / "config.yaml").read_text()
+    assert "from 0" in out and "step 4/4  distance 0.031" in out and "cleaned up" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["target=0.5", "rate=2.0"], "rate=2.0: expected a number between 0 and 1"),
+        (["target=0.5", "rat=0.25"], "rat: there is no such key; did you mean rate?"),
+        ([], "target: this key has no default, set it"),
+        (["target=0.0", "rate=0.5"], "target=0 is where the number is"),
+        (["target=0.5", "ray_kwargs.ray_init.address=127.0.0.1:1"], "no Ray cluster can be joined at 127.0.0.1:1"),
+    ],
+)
+def test_what_is_wrong_with_its_input_is_refused_with_exit_code_2(tmp_path: Path, overrides: list[str], message: str):
+    process = start(tmp_path, *overrides)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2 and message in err and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.ray
+def test_it_is_interrupted_with_130_and_leaves_a_report_and_no_process(tmp_path: Path):
+    process = start(tmp_path, "target=0.5", "trainer.steps=1000000")
+    deadline = time.monotonic() + DEADLINE_S
+    while not (tmp_path / "runs/latest/metrics.jsonl").exists() or not metrics_of(tmp_path):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert_nothing_is_left(family)
+    assert "Interrupted" in out and "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()

@@ -1,0 +1,202 @@
+"""What PPO needs, checked before Ray starts: this machine, models, tokenizer, data, rewards."""
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.algorithms.advantages import get_adv_estimator_fn
+from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.data.sampler import EpochSampler
+from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
+from verl_like.single_controller.ray.start import cluster_address
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.memory import require_memory
+from verl_like.trainer.object_store import check_object_store, step_bytes
+from verl_like.trainer.ppo_workers import build_role_worker_mapping, check_pools_fit_this_machine, import_worker_class
+from verl_like.trainer.run import say
+from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward_columns
+from verl_like.workers.config import ModelConfig
+from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.pretrained import (
+    check_sequence_length,
+    check_tokenizer,
+    fetch_weights,
+    load_hf_config,
+    load_tokenizer,
+)
+from verl_like.workers.planning.partition import require_shares_of_heads
+
+
+@dataclass(frozen=True)
+class PPOInputs:
+    """What PPO needs, checked."""
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: PromptDataset
+    val_dataset: PromptDataset
+    role_worker_mapping: dict[str, RayClassWithInitArgs]
+    scorer: RuleScorer | None
+    notes: tuple[str, ...]
+    """Numbers of prompts, and the sum of a GPU's memory where there are GPUs here."""
+
+
+def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
+    """Checks everything a user can get wrong and starts the reward processes, which `cleanup` stops.
+
+    Raises:
+        ValueError, RewardError: what is wrong, and what to do.
+    """
+    # First, because these modules may register advantage estimators and losses that the configuration names.
+    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    check_environment(config)
+    check_models(config)
+    starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
+    memory = None
+    if config.trainer.device == "cuda" and torch.cuda.is_available() and starts_ray:
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        memory = require_memory(config, min(device.total_memory for device in devices))
+    if starts_ray and (warning := check_object_store(step_bytes(config))):
+        say(warning)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
+    render = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
+    first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
+    check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
+    config = with_training_steps(config, training_steps(config, len(train_dataset)))
+    scorer = None
+    every_row = config.custom_reward_function.path is not None
+    rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
+    num_without_rule = 0 if every_row else sum(not has_rule(row) for row in rows)
+    if num_without_rule < len(rows):
+        manager = start_reward_manager(config)
+        cleanup.callback(manager.close)
+        scorer = RuleScorer(manager, tokenizer, every_row)
+        scorer.check(train_dataset)
+        scorer.check(val_dataset)
+    mapping = build_role_worker_mapping(config, own_classes)
+    columns = reward_columns({role: built.cls for role, built in mapping.items()}, with_rules=scorer is not None)
+    if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
+        raise ValueError(
+            f"nothing rewards the responses to {num_without_rule} of {len(rows)} rows: their reward_model.style is "
+            "'model', but reward_model.enable is false and no role of your own has reward_columns; enable the reward "
+            "model, set custom_reward_function.path, or correct the rows."
+        )
+    notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
+    notes += [memory] if memory else []
+    return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes))
+
+
+def _prompts_note(name: str, dataset: PromptDataset) -> str:
+    overlong = f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
+    return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
+
+
+def check_environment(config: PPOConfig) -> None:
+    """Raises ValueError for a device, package, registered name or placement that this machine does not have."""
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    address = cluster_address(config.ray_kwargs.ray_init.address)
+    if config.trainer.device == "cuda" and not address and not torch.cuda.is_available():
+        raise ValueError(
+            "trainer.device=cuda, but this machine has no CUDA device: give device=cpu to compute on the CPU, or "
+            "ray_kwargs.ray_init.address to use a cluster that has GPUs."
+        )
+    if config.actor_rollout_ref.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "actor_rollout_ref.rollout.name=vllm, but vllm is not installed: run bash scripts/environment.sh, "
+            "or use rollout.name=hf to debug."
+        )
+    for key, model in used_models(config).items():
+        require_flash_attention(model.attn_implementation, key)
+    if not address:
+        check_pools_fit_this_machine(config)
+
+
+def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
+    """The models of this run by their keys, the policy first."""
+    models: dict[str, ModelConfig] = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    models |= {"critic.model": config.critic.model} if config.needs_critic else {}
+    return models | ({"reward_model.model": config.reward_model.model} if config.reward_model.enable else {})
+
+
+def check_models(config: PPOConfig) -> None:
+    """Raises ValueError for models that are missing or do not fit the settings, or each other."""
+    models = used_models(config)
+    configs = {key: load_hf_config(model, key=key).get_text_config() for key, model in models.items()}
+    policy = configs["actor_rollout_ref.model"]
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    longest = getattr(policy, "max_position_embeddings", None) or needed
+    if needed > longest:
+        raise ValueError(
+            f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
+            f"{config.data.max_response_length} = {needed} tokens, but the model at "
+            f"{config.actor_rollout_ref.model.path} has {longest} positions; lower one of the two."
+        )
+    for key, model in configs.items():
+        check_sequence_length(model, needed, f"{key}.path={models[key].path}")
+        if model.vocab_size != policy.vocab_size:
+            raise ValueError(
+                f"{key}.path={models[key].path} has {model.vocab_size} token ids, the policy {policy.vocab_size}: it "
+                "would read other words than the policy wrote; choose a model of the same vocabulary."
+            )
+    for key, model in models.items():
+        fetch_weights(model, key=key)
+    shared = {"actor_rollout_ref.actor": (config.actor_rollout_ref.actor, policy)}
+    shared |= {"critic": (config.critic, configs["critic.model"])} if config.needs_critic else {}
+    for key, (part, model) in shared.items():
+        size = part.ulysses_sequence_parallel_size
+        require_shares_of_heads(model, size, f"{key}.ulysses_sequence_parallel_size")
+
+
+def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
+    """The prompts of `part`, "train" or "val"."""
+    data = config.data
+    return PromptDataset(
+        list(data.train_files if part == "train" else data.val_files),
+        tokenizer,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        max_samples=data.train_max_samples if part == "train" else data.val_max_samples,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+
+
+def training_steps(config: PPOConfig, num_prompts: int) -> int:
+    data, trainer = config.data, config.trainer
+    sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
+    return trainer.total_training_steps or sampler.num_batches_per_epoch * trainer.total_epochs
+
+
+def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
+    """Fills in the number of steps where the configuration leaves it to the run.
+
+    Raises:
+        ValueError: the critic's warm-up leaves no step for the actor.
+    """
+    if 0 < steps <= config.trainer.critic_warmup:
+        raise ValueError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} is not less than the {steps} training steps of the "
+            "run: the actor would never be trained; lower it, or raise trainer.total_epochs."
+        )
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": steps})})
+
+
+def start_reward_manager(config: PPOConfig) -> RewardManager:
+    function, reward = config.custom_reward_function, config.reward
+    return RewardManager(
+        RewardFunctionSpec(function.path, function.name, function.reward_kwargs),
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+    )

@@ -1,0 +1,104 @@
+"""From PPO's configuration to the worker class of each role and the pools that they run on."""
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from verl_like.single_controller.ray.cluster import assign
+from verl_like.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.worker import Worker
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.roles import Role, process_groups
+from verl_like.workers.actor import ActorWorker
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.reward_model import RewardModelWorker
+from verl_like.workers.rollout_worker import RolloutWorker
+
+
+def build_role_worker_mapping(
+    config: PPOConfig, own_classes: dict[str, type[Worker]]
+) -> dict[str, RayClassWithInitArgs]:
+    """The worker class of each active role and its arguments; a role of the user's own gets the whole configuration."""
+    seed = config.trainer.seed
+    steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
+    # The actor's schedule counts the steps that train it: those after the critic's warm-up.
+    actor_steps = steps and steps - config.trainer.critic_warmup
+    policy = {"config": config.actor_rollout_ref}
+    critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
+    built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
+        Role.Actor: (ActorWorker, policy | {"total_training_steps": actor_steps}),
+        Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
+        Role.RefPolicy: (ReferenceWorker, dict(policy)),
+        Role.Critic: (CriticWorker, critic),
+        Role.RewardModel: (RewardModelWorker, {"config": config.reward_model}),
+    }
+    mapping = {}
+    for role in config.active_roles:
+        worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
+        if role in built_in and role != Role.Rollout:
+            arguments["shares_device"] = config.role_mapping[role] == config.role_mapping[Role.Rollout]
+        mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
+    return mapping
+
+
+def import_worker_class(role: str, path: str) -> type[Worker]:
+    """The class at `package.module.Class`; raises ValueError if it cannot be imported or is not a Worker."""
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        worker_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"worker_classes.{role}={path} cannot be imported ({error}): give package.module.Class, with the package "
+            "on PYTHONPATH."
+        ) from error
+    if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
+        raise ValueError(
+            f"worker_classes.{role}={path} is not a Worker: subclass verl_like.single_controller.worker.Worker."
+        )
+    return worker_class
+
+
+def max_colocate_count(config: PPOConfig) -> int:
+    """The most worker groups on one pool: training roles share a process, the rollout engine has its own."""
+    pools = [pool for pool, _ in process_groups({role: config.role_mapping[role] for role in config.active_roles})]
+    return max(pools.count(pool) for pool in pools)
+
+
+def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:
+    pools = ResourcePoolManager(
+        {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
+        {role: config.role_mapping[role] for role in config.active_roles},
+        use_gpu=config.trainer.device == "cuda",
+        max_colocate_count=max_colocate_count(config),
+    )
+    pools.create_resource_pool()
+    return pools
+
+
+def check_pools_fit_this_machine(config: PPOConfig) -> None:
+    """Raises ValueError with the sums unless the pools fit on the one node of a Ray that is started here."""
+    use_gpu = config.trainer.device == "cuda"
+    node = {
+        "CPU": config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1,
+        "GPU": torch.cuda.device_count() if use_gpu else 0,
+    }
+    pools = [
+        RayResourcePool(list(processes), use_gpu, name, max_colocate_count(config))
+        for name, processes in config.resource_pool_spec.items()
+    ]
+    entries = [entry for pool in pools for entry in pool.node_requests()]
+    if assign(entries, {"here": node}) is not None:
+        return
+    lines = [f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools]
+    needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}
+    raise ValueError(
+        "the resource pools do not fit on this machine:\n"
+        + "\n".join(lines)
+        + f"\n  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
+        "Make the pools smaller (resource_pool_spec), set ray_kwargs.ray_init.num_cpus if its CPU slots may be "
+        "oversubscribed, or give ray_kwargs.ray_init.address of a cluster."
+    )

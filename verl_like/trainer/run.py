@@ -1,0 +1,109 @@
+"""Runs a trainer: checks its inputs, keeps the record of the run, starts Ray, trains, and ends every process.
+
+The same for every trainer. A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and
+what it shows of its metrics (display.py).
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import ray
+
+from verl_like.rewards.manager import RewardError
+from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
+from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
+from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.display import Display
+from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.tracking import require_trackers
+
+
+class Inputs(Protocol):
+    """What a trainer needs, checked: it can start without a mistake of the user's coming to light later."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration as it is recorded; what depends on the data is filled in."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines about the inputs for the start of the run."""
+
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+InputsT = TypeVar("InputsT", bound=Inputs)
+
+
+def run(
+    config: ConfigT,
+    check_inputs: Callable[[ConfigT, contextlib.ExitStack], InputsT],
+    fit: Callable[[InputsT, RunRecorder], None],
+    display: Display,
+) -> int:
+    """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input refused, 130 interrupted.
+
+    Everything a user can get wrong is checked before Ray starts. However the run ends, the processes it started are
+    gone and what it wrote so far is valid.
+
+    Args:
+        config: a configuration that keeps its rules.
+        check_inputs: raises ValueError or RewardError for what else is wrong; what it starts is stopped by the stack.
+        fit: trains to the end, on a Ray that runs.
+        display: what the record shows.
+    """
+    # A pre-empted run ends as cleanly as an interrupted one; so does one that a shell started in the background, where
+    # interrupts are ignored.
+    handle_signals(signal.default_int_handler)
+    with contextlib.ExitStack() as cleanup:
+        try:
+            require_trackers(config.trainer.logger)
+            if address := cluster_address(config.ray_kwargs.ray_init.address):
+                require_cluster(address)
+            inputs = check_inputs(config, cleanup)
+            recorder = RunRecorder(inputs.config, display)
+        except (ValueError, RewardError) as error:
+            return say(str(error), 2)
+        except KeyboardInterrupt:
+            return say("interrupted before the run started", 130)
+        return train(inputs, fit, recorder)
+
+
+def train(inputs: InputsT, fit: Callable[[InputsT, RunRecorder], None], recorder: RunRecorder) -> int:
+    """Starts Ray and trains to the end; returns the exit code."""
+    outcome = "Failed with an unexpected error; standard error has the traceback."
+    try:
+        for note in inputs.notes:
+            recorder.console.say(note)
+        recorder.console.say("Starting Ray and the workers ...")
+        ray_init = inputs.config.ray_kwargs.ray_init
+        start_ray(cluster_address(ray_init.address), ray_init.num_cpus)
+        fit(inputs, recorder)
+        outcome = f"Done: {recorder.timeline.step} training steps."
+        return 0
+    except KeyboardInterrupt:
+        outcome = "Interrupted; what was written so far is valid."
+        return 130
+    except (WorkerError, CallTimeout, RewardError, PlacementError) as error:
+        outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
+        return say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
+    finally:
+        # A second signal loses no report. Ray's shutdown comes last: in it, SIGTERM ends the process at once.
+        handle_signals(signal.SIG_IGN)
+        recorder.close(outcome)
+        ray.shutdown()
+        handle_signals(signal.default_int_handler)
+
+
+def handle_signals(handler: Any) -> None:
+    """Gives what stops a run, an interrupt or SIGTERM, to `handler`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def say(message: str, exit_code: int = 0) -> int:
+    """Tells the user on standard error; returns the exit code."""
+    sys.stderr.write(f"\nverl_like: {message}\n")
+    return exit_code
