@@ -6,7 +6,7 @@ responses and no groups of one response. The two run in one process, in the peer
 
 from benchmarks.harness import Side
 
-SCRIPTS = ("losses_beside_verl.py",)
+SCRIPTS = ("estimators_beside_verl.py", "losses_beside_verl.py")
 BATCHES, LARGEST = 20, 1e-5
 
 

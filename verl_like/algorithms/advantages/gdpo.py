@@ -1,0 +1,90 @@
+"""GDPO (arXiv 2601.05242): several rewards, each normalised in its group before they are added up.
+
+    A_ik = (r_ik - mean_k) / (std_k + 1e-6)     reward k of row i; mean and unbiased std over the group
+    S_i  = sum_k w_k A_ik                       at every token of row i
+    A_i  = (S_i - mean) / sqrt(var + 1e-8)      mean and unbiased variance over the response tokens of the batch
+
+`grpo` normalises the sum of the rewards, so that one with a large spread drowns the others. Here each counts by its
+weight. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and with
+skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets 0.
+The rewards are those before a KL penalty; a penalty in the reward would not be seen, so `algorithm.use_kl_in_reward`
+is refused. verl ignores it, and falls back to the sum of the rewards where the keys are not given.
+
+Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
+"""
+
+from typing import Annotated, ClassVar, Self
+
+import numpy as np
+import torch
+from pydantic import Strict, model_validator
+
+from verl_like.algorithms.advantages import AdvantageOptions, register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+from verl_like.algorithms.masked import masked_whiten
+
+
+class GDPOOptions(AdvantageOptions):
+    """Which rewards, and their weights."""
+
+    section: ClassVar[str] = "algorithm"
+
+    gdpo_reward_keys: Annotated[tuple[str, ...], Strict(False)] = ()
+    """The names of the rewards; empty: all that the run has."""
+    gdpo_reward_weights: Annotated[tuple[float, ...], Strict(False)] = ()
+    """One weight for each of gdpo_reward_keys; empty: each weighs 1."""
+
+    @model_validator(mode="after")
+    def _one_weight_for_each_reward(self) -> Self:
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if weights and len(weights) != len(keys):
+            raise ValueError(
+                f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} rewards of "
+                "algorithm.gdpo_reward_keys: give one weight for each, in the same order"
+            )
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2")
+        return self
+
+
+@register_adv_est("gdpo")
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    scores_by_reward: dict[str, torch.Tensor],
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    options: GDPOOptions,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One advantage for each response, at every one of its tokens.
+
+    Args:
+        scores_by_reward: (B, R) float for each reward, by its name.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        options: which rewards, with which weights.
+        epsilon: added to each standard deviation.
+        norm_adv_by_std_in_grpo: False leaves the division by it out.
+
+    Returns:
+        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+
+    Raises:
+        ValueError: a reward that the run does not have.
+    """
+    keys = options.gdpo_reward_keys or tuple(scores_by_reward)
+    if unknown := [key for key in keys if key not in scores_by_reward]:
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "
+            f"{', '.join(scores_by_reward)}: name those"
+        )
+    groups_of_rewards = [PromptGroups.of(scores_by_reward[key], response_mask, index) for key in keys]
+    summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
+    for groups, weight in zip(groups_of_rewards, options.gdpo_reward_weights or [1.0] * len(keys), strict=True):
+        deviations = groups.scores_above(groups.mean())
+        summed += weight * (deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations)
+    groups = groups_of_rewards[0]  # the same rows for every reward
+    tokens = groups.on_tokens(summed, scores_by_reward[keys[0]].dtype)
+    advantages = masked_whiten(tokens, groups.valid & groups.has_baseline.unsqueeze(-1))
+    return advantages, advantages

@@ -1,0 +1,50 @@
+"""Group policy gradient (arXiv 2504.02546): the score above the group's mean, corrected for groups without a gradient.
+
+    score_i = sum of the token rewards of row i
+    A_i     = alpha (score_i - mean of the group) / f_norm      every token of row i gets A_i
+    alpha   = scored rows of the batch / those of them in a group whose scores differ
+
+A group of equal scores has no gradient but counts in the denominator of the loss; alpha makes up for that. Groups of
+one and with skipped rows are treated as in `grpo`. verl divides by the number of rows whose score is not 0 instead, so
+that wrong responses with reward 0 raise alpha although they have a gradient, and it does not read its argument `alpha`.
+
+Keys: `actor_rollout_ref.rollout.n`. The loss that belongs to it is `gpg`.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+
+
+@register_adv_est("gpg")
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float | None = None,
+    config: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One advantage for each response, at every one of its tokens.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        f_norm: divides the advantages.
+        alpha: None computes it from the batch.
+        epsilon, config: not read; verl has them.
+
+    Returns:
+        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    """
+    groups = PromptGroups.of(token_level_rewards, response_mask, index)
+    row_advantages = groups.scores_above(groups.mean()) / f_norm
+    has_gradient = groups.scored & (groups.sum(row_advantages**2) > 0)
+    scale = groups.scored.sum() / has_gradient.sum().clamp(min=1) if alpha is None else alpha
+    advantages = groups.on_tokens(scale * row_advantages, token_level_rewards.dtype)
+    return advantages, advantages

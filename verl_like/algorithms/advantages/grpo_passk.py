@@ -1,0 +1,58 @@
+"""Pass@k (arXiv 2503.19595): only the best response of a group is rewarded, for what it adds to the group's best.
+
+    score_i = sum of the token rewards of row i
+    A_i     = (largest score - second largest score) / (std + 1e-6)    for the best row, at every one of its tokens
+    A_i     = 0                                                        for the others
+
+`algorithm.norm_adv_by_std_in_grpo=False` leaves out the division by the group's unbiased standard deviation. Where two
+rows share the largest score, no row adds anything: all are 0. Groups of one and groups with skipped rows are treated as
+in `grpo`; verl refuses a group of one, and reads the key from `config` whatever the argument says.
+
+Keys: `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+from verl_like.algorithms.masked import zero_masked
+
+
+@register_adv_est("grpo_passk")
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One advantage for each response, at every one of its tokens.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        epsilon: added to the standard deviation.
+        norm_adv_by_std_in_grpo: False leaves the division out.
+        config: not read.
+
+    Returns:
+        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    """
+    groups = PromptGroups.of(token_level_rewards, response_mask, index)
+
+    def largest(candidates: torch.Tensor) -> torch.Tensor:
+        """The largest score of the `candidates` (B,) bool in each row's group, (B,); -infinity without one."""
+        scores = groups.scores.masked_fill(~candidates, -torch.inf)
+        found = scores.new_full((groups.num_groups,), -torch.inf)
+        return found.scatter_reduce_(0, groups.group, scores, "amax")[groups.group]
+
+    is_best = groups.scored & (groups.scores == largest(groups.scored))
+    alone_best = is_best & (groups.sum(is_best.double()) == 1)
+    margin = zero_masked(groups.scores_above(largest(groups.scored & ~is_best)), alone_best)
+    row_advantages = margin / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else margin
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
+    return advantages, advantages

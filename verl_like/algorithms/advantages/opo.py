@@ -1,0 +1,43 @@
+"""On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline weighs long responses more.
+
+    score_i = sum of the token rewards of row i,  len_i = its number of response tokens
+    A_i     = score_i - sum_j len_j score_j / sum_j len_j     over the group; every token of row i gets A_i
+
+The baseline of least variance weighs a score with the squared norm of the response's gradient, for which the length
+stands. Groups of one, of equal scores and with skipped rows are treated as in `grpo`.
+
+Keys: `actor_rollout_ref.rollout.n`.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+
+
+@register_adv_est("opo")
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One advantage for each response, at every one of its tokens.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        epsilon, config: not read; verl has them.
+
+    Returns:
+        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    """
+    groups = PromptGroups.of(token_level_rewards, response_mask, index)
+    lengths = groups.valid.sum(dim=-1).double()
+    baseline = groups.sum(lengths * groups.scores) / groups.sum(lengths).clamp(min=1)
+    advantages = groups.on_tokens(groups.scores_above(baseline), token_level_rewards.dtype)
+    return advantages, advantages

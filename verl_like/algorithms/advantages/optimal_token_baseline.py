@@ -1,0 +1,77 @@
+"""Optimal token baseline (arXiv 2602.07078): a baseline for each position, weighted by how uncertain the way there was.
+
+    G_t = r_t + r_{t+1} + ...                        over the row's response tokens
+    w_t = (1 - 2 pi_t + sum of pi^2 over the vocabulary) rho_t^2
+    W_t = w_1 + ... + w_t + 1e-8                     over the row's response tokens
+    B_t = sum_i W_it G_it / sum_i W_it               over the rows of the group that have a token at position t
+    A_t = G_t - B_t
+
+w_t is the squared norm of the gradient of log pi_t by the logits, pi_t the token's probability under `old_log_probs`,
+rho_t its importance weight where the run has a correction of rollout against trainer (1 otherwise). The baseline of
+least variance at t weighs what follows with W_t. Special cases:
+
+| position | advantage |
+|---|---|
+| no other row of the group has a token here | G_t (no baseline); with `handle_zero_tail=False` 0 |
+| a group of one row by design | G_t |
+| the only scored row of a larger group, see `grpo` | 0 |
+| equal scores, each on the last token | exactly 0 |
+
+Differences from verl: it adds 1e-8 to the sum of the weights, so that the baseline vanishes where the policy was
+certain up to t and the raw return remains; here the weights become equal then. It finds the tail of the longest row by
+the number of tokens, which is wrong in masks with holes, and leaves returns in holes.
+
+Keys: none.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+from verl_like.algorithms.masked import zero_masked
+
+
+@register_adv_est("optimal_token_baseline")
+@torch.no_grad()
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, (B, R) float each, 0 where the mask is 0.
+
+    Args:
+        token_level_rewards, old_log_probs, sum_pi_squared: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        rollout_is_weights: (B, R) float; None counts as 1.
+        handle_zero_tail: no baseline at a position where no other row of the group has a token.
+        epsilon: added to each weight W.
+    """
+    groups = PromptGroups.of(token_level_rewards, response_mask, index)
+    valid = groups.valid
+    # Not below 0 for probabilities; the inputs are rounded.
+    squared_norms = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
+    if rollout_is_weights is not None:
+        squared_norms = squared_norms * rollout_is_weights**2
+    weights = zero_masked(zero_masked(squared_norms, valid).double().cumsum(-1) + epsilon, valid)
+
+    def group_sum(columns: torch.Tensor) -> torch.Tensor:
+        """The sum of `columns` (B, R) over the rows of the group, (B, R)."""
+        return columns.new_zeros(groups.num_groups, columns.size(1)).index_add_(0, groups.group, columns)[groups.group]
+
+    returns = zero_masked(token_level_rewards, valid).double().flip(-1).cumsum(-1).flip(-1)
+    # Counted from the mean score, equal returns are exactly 0, and so is their weighted mean.
+    centred = zero_masked(returns - groups.mean().unsqueeze(-1), valid)
+    baselines = group_sum(weights * centred) / group_sum(weights)
+    is_alone = group_sum(valid.double()) == 1
+    has_no_baseline = groups.is_single | ((groups.num_scored > 1) & handle_zero_tail)
+    alone_returns = zero_masked(returns, has_no_baseline.unsqueeze(-1))
+    advantages = zero_masked(torch.where(is_alone, alone_returns, centred - baselines), valid)
+    return advantages.to(token_level_rewards.dtype), zero_masked(returns, valid).to(token_level_rewards.dtype)

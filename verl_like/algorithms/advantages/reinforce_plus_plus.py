@@ -1,0 +1,34 @@
+"""REINFORCE++ (arXiv 2501.03262): the discounted reward that follows a token, whitened over the whole batch.
+
+    returns_t = r_t + gamma returns_{t+1}
+    A_t       = (returns_t - mean) / sqrt(var + 1e-8)
+
+Mean and (unbiased) variance run over all response tokens of the batch. `t + 1` is the next token with mask 1, as in
+`gae`. The paper subtracts a KL penalty from every token's reward: `algorithm.use_kl_in_reward=True` with
+`algorithm.kl_penalty=k1`. A single token has no spread and gives 0, which verl refuses.
+
+Keys: `algorithm.gamma`.
+"""
+
+from typing import Any
+
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
+
+
+@register_adv_est("reinforce_plus_plus")
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, (B, R) float each, 0 where the mask is 0.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        config: the `algorithm` block, of which `gamma` is read.
+    """
+    # GAE with V = 0 and lam = 1.
+    no_values = torch.zeros_like(token_level_rewards)
+    return compute_gae_advantage_return(token_level_rewards, no_values, response_mask, config.gamma, lam=1.0)

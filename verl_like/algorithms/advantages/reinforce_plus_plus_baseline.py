@@ -1,0 +1,46 @@
+"""REINFORCE++ with a baseline (arXiv 2501.03262): the score above the group's mean, whitened over the whole batch.
+
+    score_i = sum of the token rewards of row i
+    d_i     = score_i - mean of the group          at every token of row i
+    A_i     = (d_i - mean) / sqrt(var + 1e-8)      mean and unbiased variance over the response tokens of the batch
+
+The spread of the batch replaces that of the group, which is unreliable for few samples. A group of equal scores has
+d = 0, and A = 0 if the other groups' d are 0 on average over tokens. A row that lost its baseline (see `grpo`) is left
+out of the whitening and gets 0. The paper adds a KL term to the loss: `actor.use_kl_loss=True`,
+`actor.kl_loss_type=k2`.
+
+Keys: `actor_rollout_ref.rollout.n`.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+from verl_like.algorithms.masked import masked_whiten
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One advantage for each response, at every one of its tokens.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        epsilon, config: not read; verl has them.
+
+    Returns:
+        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    """
+    groups = PromptGroups.of(token_level_rewards, response_mask, index)
+    deviations = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
+    advantages = masked_whiten(deviations, groups.valid & groups.has_baseline.unsqueeze(-1))
+    return advantages, advantages

@@ -1,0 +1,38 @@
+"""ReMax (arXiv 2310.10505): what follows a token, above the reward of a greedy response to the same prompt.
+
+    returns_t = r_t + r_{t+1} + ...          over the row's response tokens
+    A_t       = returns_t - reward of the greedy response
+
+A hole in the mask, such as a tool's output, is left out. Returns are 0 where the mask is 0; verl's go on in holes.
+
+Keys: none. Each step generates one greedy response to every prompt in addition.
+"""
+
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.masked import zero_masked
+
+
+@register_adv_est("remax")
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    reward_baselines: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, (B, R) float each, 0 where the mask is 0.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        reward_baselines: (B,) float, the total reward of the greedy response to the row's prompt; NaN where it was
+            skipped: the row has no baseline then, and its advantages are 0.
+        response_mask: (B, R) bool or 0/1.
+        config: not read; verl has it.
+    """
+    valid = response_mask.bool()
+    rewards = zero_masked(token_level_rewards, valid)
+    returns = zero_masked(rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(rewards.dtype), valid)
+    baselines = reward_baselines.unsqueeze(-1)
+    return zero_masked(returns - baselines, valid & ~baselines.isnan()), returns

@@ -1,0 +1,42 @@
+"""REINFORCE leave-one-out (arXiv 2402.14740): the score above the mean of the other responses to the same prompt.
+
+    score_i = sum of the token rewards of row i
+    A_i     = score_i - mean of the scores of the group's other rows      every token of row i gets A_i
+
+The baseline does not contain the row itself, so the gradient is unbiased. Groups of one, of equal scores and with
+skipped rows are treated as in `grpo`.
+
+Keys: `actor_rollout_ref.rollout.n`.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.groups import PromptGroups
+
+
+@register_adv_est("rloo")
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One advantage for each response, at every one of its tokens.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R) bool or 0/1.
+        index: (B,) hashable objects, equal for the rows of one prompt.
+        epsilon, config: not read; verl has them.
+
+    Returns:
+        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    """
+    groups = PromptGroups.of(token_level_rewards, response_mask, index)
+    mean_of_others = (groups.sum(groups.scores) - groups.scores) / (groups.num_scored - 1).clamp(min=1)
+    advantages = groups.on_tokens(groups.scores_above(mean_of_others), token_level_rewards.dtype)
+    return advantages, advantages

@@ -1,0 +1,48 @@
+"""`optimal_token_baseline` (arXiv 2602.07078) for tool-integrated responses: positions count response tokens alone.
+
+The n-th response token of a row is compared with the n-th response tokens of its group's other rows, wherever tool
+outputs stand between them; `optimal_token_baseline` compares equal positions of the padded response. Formula, special
+cases and differences from verl are the same.
+
+Keys: none.
+"""
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.advantages.optimal_token_baseline import compute_optimal_token_baseline_advantage
+
+
+@register_adv_est("tir_optimal_token_baseline")
+@torch.no_grad()
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compute_optimal_token_baseline_advantage` of the same arguments, the response tokens moved to the left."""
+    tokens_first = (~response_mask.bool()).byte().argsort(dim=-1, stable=True)
+
+    def aligned(column: torch.Tensor) -> torch.Tensor:
+        return column.gather(1, tokens_first)
+
+    advantages, returns = compute_optimal_token_baseline_advantage(
+        aligned(token_level_rewards),
+        aligned(response_mask),
+        index,
+        aligned(old_log_probs),
+        aligned(sum_pi_squared),
+        None if rollout_is_weights is None else aligned(rollout_is_weights),
+        handle_zero_tail,
+        epsilon,
+    )
+    return (
+        torch.empty_like(advantages).scatter_(1, tokens_first, advantages),
+        torch.empty_like(returns).scatter_(1, tokens_first, returns),
+    )

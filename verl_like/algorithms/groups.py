@@ -1,0 +1,83 @@
+"""The responses to one prompt as a group: their scores, and statistics over them."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl_like.algorithms.masked import few_rows, zero_masked
+
+
+@dataclass(frozen=True)
+class PromptGroups:
+    """The total rewards of B responses, grouped by prompt. Statistics are (B,) float64: each row has its group's value.
+
+    A row without any response token was skipped: its score is 0 and counts in no statistic. In float64 the mean of
+    equal float32 scores is exact, so that they deviate from it by exactly 0; in float32 the rounding error of the mean,
+    divided by a small number, would become a visible advantage.
+    """
+
+    scores: torch.Tensor
+    """(B,) float64, the sum of each row's token rewards"""
+    valid: torch.Tensor
+    """(B, R) bool, the response tokens"""
+    scored: torch.Tensor
+    """(B,) bool, False for the rows that were skipped"""
+    group: torch.Tensor
+    """(B,) int64, 0 to num_groups - 1"""
+    num_groups: int
+
+    @classmethod
+    def of(cls, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray) -> "PromptGroups":
+        """The groups of rows with equal entries in `index` (B,), of (B, R) rewards and mask."""
+        valid = response_mask.bool()
+        scores = token_level_rewards.new_zeros(len(valid), dtype=torch.float64)
+        for rows in few_rows(valid):
+            scores[rows] = zero_masked(token_level_rewards[rows], valid[rows]).sum(dim=-1)
+        codes: dict[Hashable, int] = {}
+        group = [codes.setdefault(key, len(codes)) for key in index]
+        return cls(
+            scores, valid, valid.any(dim=-1), torch.tensor(group, dtype=torch.long, device=scores.device), len(codes)
+        )
+
+    @property
+    def is_single(self) -> torch.Tensor:
+        """(B,) bool, the rows whose group has one row by design, skipped or not."""
+        return torch.bincount(self.group, minlength=self.num_groups)[self.group] == 1
+
+    @property
+    def num_scored(self) -> torch.Tensor:
+        """The number of scored rows in the group."""
+        return self.sum(torch.ones_like(self.scores))
+
+    @property
+    def has_baseline(self) -> torch.Tensor:
+        """(B,) bool, the scored rows with another scored row in their group, or that are a group of one by design.
+
+        The only scored row of a larger group has lost its baseline: its raw score is on another scale than the
+        advantages of the other rows, so its advantage is 0.
+        """
+        return self.scored & (self.is_single | (self.num_scored > 1))
+
+    def sum(self, row_values: torch.Tensor) -> torch.Tensor:
+        """The sum of `row_values` (B,) over the scored rows of the group."""
+        totals = self.scores.new_zeros(self.num_groups).index_add_(0, self.group, zero_masked(row_values, self.scored))
+        return totals[self.group]
+
+    def mean(self) -> torch.Tensor:
+        """The mean score."""
+        return self.sum(self.scores) / self.num_scored.clamp(min=1)
+
+    def std(self) -> torch.Tensor:
+        """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where one row is scored."""
+        squares = self.sum((self.scores - self.mean()) ** 2)
+        return torch.where(self.is_single, 1.0, torch.sqrt(squares / (self.num_scored - 1).clamp(min=1)))
+
+    def scores_above(self, baseline: torch.Tensor) -> torch.Tensor:
+        """Score - `baseline` (B,); the score itself for a group of one by design, 0 without `has_baseline`."""
+        return zero_masked(self.scores - zero_masked(baseline, ~self.is_single), self.has_baseline)
+
+    def on_tokens(self, row_values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(B, R): each row's value at every one of its response tokens, 0 elsewhere."""
+        return zero_masked(row_values.to(dtype).unsqueeze(-1), self.valid)
