@@ -66,6 +66,7 @@ class RayPPOTrainer:
         )
         self.global_step = 0
         self.groups: dict[str, WorkerGroup] = {}
+        self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models; groups load at the same time."""
@@ -79,7 +80,10 @@ class RayPPOTrainer:
         else:
             order = [[rollout, *others]]
         for groups in order:
-            for future in [group.init_model.remote() for group in groups]:
+            pending = [group.init_model.remote() for group in groups]
+            if groups is order[0]:
+                self.recorder.show_placement(self.placement)  # waits for the processes, which then load at once
+            for future in pending:
                 future.get()
         self.load_weights(self.learner.export_weights())
 
@@ -122,7 +126,7 @@ class RayPPOTrainer:
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""
-        groups, placement = {}, []
+        groups = {}
         roles_of_pools = process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping})
         for pool, roles in roles_of_pools:
             processes = self.ray_worker_group_cls(
@@ -132,8 +136,7 @@ class RayPPOTrainer:
                 on_call=self.recorder.timeline.record,
             )
             groups |= processes.spawn(roles)
-            placement.append((pool, roles, processes))
-        self.recorder.show_placement(placement)
+            self.placement.append((pool, roles, processes))
         return groups
 
     def fit(self) -> None:

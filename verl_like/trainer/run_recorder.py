@@ -54,7 +54,8 @@ class RunRecorder:
                         "roles": " + ".join(roles),
                     }
                 )
-        self.console.show_placement(self.placement)
+        if self.placement:
+            self.console.show_placement(self.placement)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:

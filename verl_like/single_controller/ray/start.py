@@ -66,6 +66,8 @@ def start_ray(address: str | None, num_cpus: int | None) -> None:
     # An error of a worker is reported once, by the call that waits for it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would start a worker for each CPU slot, none of which has the environment of a rank.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray's handler of failures takes SIGTERM for one and aborts the driver 3 s later.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
