@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from config_page import render_config_page
+
 from verl_like.protocol.columns import render_columns_table
-from verl_like.trainer.config.config_page import render_config_page
 
 DOCS = Path(__file__).parents[1] / "docs"
 
