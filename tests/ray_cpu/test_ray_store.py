@@ -21,7 +21,7 @@ from verl_like.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
-from verl_like.single_controller.ray.worker_process import fetch
+from verl_like.single_controller.ray.message import fetch
 
 pytestmark = pytest.mark.ray
 
@@ -91,7 +91,7 @@ def run_step(groups: list[Any], length: int = LENGTH) -> DataProto:
 
 
 def put_and_read(batch: DataProto) -> DataProto:
-    return COLUMN_STORE.put(batch).resolve(lambda references: fetch(references, 60))
+    return fetch([COLUMN_STORE.put(batch)], 60)[0]
 
 
 def test_columns_that_an_earlier_ray_of_this_process_had_are_put_again(request: pytest.FixtureRequest):

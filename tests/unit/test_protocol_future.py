@@ -13,7 +13,7 @@ from verl_like.protocol import DataProto, DataProtoFuture, Future, Part
 
 @dataclass
 class Header:
-    rows: int
+    num_rows: int
 
 
 class StoredCall:

@@ -29,7 +29,7 @@ class Store:
 
     def resolve(self, kind: str, part: int):
         if kind == "header":
-            return CallHeader(rows=self.sizes[part])
+            return CallHeader(num_rows=self.sizes[part])
         self.fetched.append(part)
         first = sum(self.sizes[:part])
         values = torch.arange(first, first + self.sizes[part])
@@ -60,7 +60,7 @@ def test_shards_wrap_around_the_whole_batch_and_mark_what_they_add(sizes, count)
 
 def test_equal_sizes_give_each_rank_exactly_its_own_part_as_a_view():
     data = DataProto.from_dict({"row": torch.arange(4)})
-    shard = BatchShard((Part(CallHeader(rows=2), None), Part(CallHeader(rows=4), data)), 1, 1)
+    shard = BatchShard((Part(CallHeader(num_rows=2), None), Part(CallHeader(num_rows=4), data)), 1, 1)
     whole = BatchShard(shard.parts[1:], 0, 1).resolve(lambda references: references)
     assert whole.data.batch["row"].data_ptr() == data.batch["row"].data_ptr()
     second = BatchShard(shard.parts[1:], 1, 2).resolve(lambda references: references)
@@ -74,7 +74,7 @@ def test_only_the_listed_columns_are_kept_and_the_marks():
 
 def test_arrays_of_a_shard_cannot_be_written():
     data = DataProto.from_dict({"row": torch.arange(2)}, {"length": np.arange(2)})
-    shard = BatchShard((Part(CallHeader(rows=2), data),), 0, 1).resolve(lambda references: references)
+    shard = BatchShard((Part(CallHeader(num_rows=2), data),), 0, 1).resolve(lambda references: references)
     with pytest.raises(ValueError, match="read-only"):
         shard.data.non_tensor_batch["length"][0] = 5
     data.non_tensor_batch["length"][0] = 5  # the caller's own array stays writable
@@ -82,7 +82,7 @@ def test_arrays_of_a_shard_cannot_be_written():
 
 def test_a_shard_of_a_batch_with_only_meta_info_is_the_whole_batch():
     data = DataProto(meta_info={"temperature": 1.0})
-    shard = BatchShard((Part(CallHeader(rows=0), data),), 1, 4).resolve(lambda references: references)
+    shard = BatchShard((Part(CallHeader(num_rows=0), data),), 1, 4).resolve(lambda references: references)
     assert shard.data.equal(data) and not shard.padded
 
 
@@ -102,7 +102,7 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
         numbers = np.arange(index * per_shard, (index + 1) * per_shard)
         assert positions.tolist() == order[numbers % total].tolist()
         store = Store(sizes)
-        shard = BatchShard(parts_of(sizes), index, count, positions=positions, total=total, ordered=True)
+        shard = BatchShard(parts_of(sizes), index, count, rows=positions, total=total, ordered=True)
         resolved = shard.resolve(store)
         assert resolved.data.batch["row"].tolist() == positions.tolist()
         assert resolved.data.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
@@ -112,14 +112,14 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
 
 def test_contiguous_positions_stay_a_view():
     data = DataProto.from_dict({"row": torch.arange(6)})
-    part = Part(CallHeader(rows=6), data)
-    shard = BatchShard((part,), 1, 2, positions=np.array([2, 3, 4]), total=6)
+    part = Part(CallHeader(num_rows=6), data)
+    shard = BatchShard((part,), 1, 2, rows=np.array([2, 3, 4]), total=6)
     assert shard.resolve(list).data.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
 
 
 def test_an_order_for_another_number_of_rows_is_refused():
     with pytest.raises(ValueError, match="an order of 4 rows was given for a future of 5 rows"):
-        BatchShard(parts_of([5]), 0, 2, positions=np.array([3, 2]), total=4).resolve(Store([5]))
+        BatchShard(parts_of([5]), 0, 2, rows=np.array([3, 2]), total=4).resolve(Store([5]))
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3], [[0, 1, 2]]])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
+import torch
 
 from verl_like.protocol.dataproto import DataProto
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 class Part:
     """One rank's result as references of the backend.
 
-    `header` resolves to a small object whose `.rows` is the number of rows of the payload; `payload` to the DataProto.
+    `header` resolves to a small object whose `.num_rows` is the number of rows of the payload; `payload` to the
+    DataProto.
     """
 
     header: Any
@@ -27,10 +29,11 @@ class PendingCall(Protocol):
     """A call on the ranks of a worker group, as the backend sees it. Waiting past a deadline raises TimeoutError."""
 
     def wait(self, timeout: float | None) -> list[Any]:
-        """Outputs of all ranks, in rank order; `timeout` in seconds, None = the group's own deadline."""
+        """Outputs of the collected ranks, in row order; `timeout` in seconds, None = the group's own deadline."""
 
     def stream(self) -> Iterator[Any]:
         """What the ranks yield while they run, as it comes; empty for a method that does not yield."""
+        return iter(())
 
     def done(self) -> bool:
         """Whether every rank has finished or failed."""
@@ -43,7 +46,7 @@ class PendingCall(Protocol):
 
 
 class Future(Generic[T]):
-    """The value of a call: `collect` of the outputs of all ranks. Value or error is kept after the first `get`."""
+    """The value of a call: `collect` of the outputs of its ranks. Value or error is kept after the first `get`."""
 
     def __init__(self, call: PendingCall, collect: Callable[[list[Any]], T]) -> None:
         self._call = call
@@ -79,8 +82,8 @@ class Future(Generic[T]):
 class DataProtoFuture(Future[DataProto]):
     """A batch whose rows are still with the ranks that make them. Handed to another group it forwards `parts`.
 
-    `order` (rows,) int64 is set where the ranks worked on the batch in another order: row i of the parts is row
-    order[i] of the batch.
+    `order` (B,) int64 is set where the ranks worked on the batch in another order: row i of the parts is row order[i]
+    of the batch.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class DataProtoFuture(Future[DataProto]):
         whole = self._call if isinstance(self._call, _ChunkCall) else _ChunkCall(self._call, 0, 1)
         first, count = whole.index * chunks, whole.count * chunks
         calls = [_ChunkCall(whole.call, first + offset, count) for offset in range(chunks)]
-        return [DataProtoFuture(call, _only) for call in calls]
+        return [DataProtoFuture(call, DataProto.concat) for call in calls]
 
     @staticmethod
     def concat(futures: Sequence["DataProtoFuture"]) -> "DataProtoFuture":
@@ -115,16 +118,39 @@ class DataProtoFuture(Future[DataProto]):
         return DataProtoFuture(_ConcatCall(list(futures)), DataProto.concat)
 
 
-def _only(outputs: list[DataProto]) -> DataProto:
-    (output,) = outputs
-    return output
+def gather_rows(sizes: Sequence[int], rows: np.ndarray, fetch: Callable[[Sequence[int]], list[DataProto]]) -> DataProto:
+    """The rows of these numbers, in that order, of the batch that several parts of `sizes` rows make up.
+
+    `fetch` gives the parts of the numbers it is asked for, which are those that hold the rows; without any row it is
+    the first one, for its columns. Contiguous rows of one part are a view, others are copied once.
+    """
+    if len(rows) == 0:
+        return fetch([0])[0].slice(0, 0)
+    starts = np.cumsum([0, *sizes])
+    owner = np.searchsorted(starts[1:], rows, side="right")
+    needed = np.unique(owner).tolist()
+    taken, order = [], []
+    for part, payload in zip(needed, fetch(needed), strict=True):
+        (mine,) = np.nonzero(owner == part)
+        numbers = rows[mine] - starts[part]
+        is_range = _is_range(numbers)
+        taken.append(payload.rows(int(numbers[0]), int(numbers[-1]) + 1) if is_range else payload.select_idxs(numbers))
+        order.append(mine)
+    if len(taken) == 1:
+        return taken[0]
+    whole_order = np.concatenate(order)
+    return DataProto.concat(taken, None if _is_range(whole_order) else torch.from_numpy(whole_order))
+
+
+def _is_range(numbers: np.ndarray) -> bool:
+    return bool((np.diff(numbers) == 1).all())
 
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-class _ChunkCall:
+class _ChunkCall(PendingCall):
     """Rows index/count of the whole result of `call`."""
 
     def __init__(self, call: PendingCall, index: int, count: int) -> None:
@@ -133,38 +159,27 @@ class _ChunkCall:
     def wait(self, timeout: float | None) -> list[DataProto]:
         deadline = None if timeout is None else time.monotonic() + timeout
         parts = self.call.parts()
-        part_rows = [header.rows for header in self.call.fetch([part.header for part in parts], timeout)]
-        rows = sum(part_rows)
-        if rows % self.count:
-            raise ValueError(f"chunk: {rows} rows do not divide into {self.count} equal chunks; pad the batch first.")
-        start = self.index * (rows // self.count)
-        stop = start + rows // self.count
-        wanted, ranges, first = [], [], 0
-        for part, size in zip(parts, part_rows, strict=True):
-            begin, end = max(start, first) - first, min(stop, first + size) - first
-            if begin < end:
-                wanted.append(part.payload)
-                ranges.append((begin, end))
-            first += size
-        if not wanted:  # no rows at all: an empty slice still has the columns
-            wanted, ranges = [parts[0].payload], [(0, 0)]
-        payloads = self.call.fetch(wanted, _left(deadline))
-        return [DataProto.concat([data.rows(*span) for data, span in zip(payloads, ranges, strict=True)])]
-
-    def stream(self) -> Iterator[Any]:
-        return iter(())
+        sizes = [header.num_rows for header in self.fetch([part.header for part in parts], timeout)]
+        total = sum(sizes)
+        if total % self.count:
+            raise ValueError(f"chunk: {total} rows do not divide into {self.count} equal chunks; pad the batch first.")
+        num_rows = total // self.count
+        rows = np.arange(self.index * num_rows, (self.index + 1) * num_rows)
+        return [
+            gather_rows(sizes, rows, lambda needed: self.fetch([parts[i].payload for i in needed], _left(deadline)))
+        ]
 
     def done(self) -> bool:
         return self.call.done()
 
-    def parts(self) -> list[Part]:
-        raise ValueError("A chunk of a future cannot be handed on by reference; pass the whole future, or chunk.get().")
-
     def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
         return self.call.fetch(references, timeout)
 
+    def parts(self) -> list[Part]:
+        raise ValueError("A chunk of a future cannot be handed on by reference; pass the whole future, or chunk.get().")
 
-class _ConcatCall:
+
+class _ConcatCall(PendingCall):
     """The results of several futures of one backend, one after the other."""
 
     def __init__(self, futures: list[DataProtoFuture]) -> None:
@@ -173,9 +188,6 @@ class _ConcatCall:
     def wait(self, timeout: float | None) -> list[DataProto]:
         deadline = None if timeout is None else time.monotonic() + timeout
         return [future.get(_left(deadline)) for future in self.futures]
-
-    def stream(self) -> Iterator[Any]:
-        return iter(())
 
     def done(self) -> bool:
         return all(future.done() for future in self.futures)

@@ -7,16 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallHeader:
-    """The small first return object of every call; `started` and `finished` are `time.time()` on the worker."""
+    """What a rank sends beside its result: the result's number of rows, 0 unless it is a batch, and the method's start
+    and end in `time.time()` on the worker."""
 
-    rows: int
+    num_rows: int
     started: float = 0.0
     finished: float = 0.0
-    rank: int = 0
-    role: str = "driver"
-    method: str = ""
-    pid: int = 0
-    node: str = ""
 
 
 @dataclass(frozen=True)

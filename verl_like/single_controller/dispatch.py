@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from verl_like.protocol import DataProto, DataProtoFuture
-from verl_like.single_controller.shard import BatchShard, Ordered
+from verl_like.protocol import DataProto
+from verl_like.single_controller.shard import BatchShard, Splittable
 
 # (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one entry per rank.
 DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
-CollectFn = Callable[..., Any]  # (group, outputs by rank) -> the caller's value
+CollectFn = Callable[..., Any]  # (group, outputs of the collected ranks) -> the caller's value
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Mesh:
 
 
 class Group(Protocol):
-    """What dispatch and collect functions use of a worker group."""
+    """What dispatch functions use of a worker group."""
 
     role: str
     world_size: int
 
-    def split(self, data: DataProto | DataProtoFuture | Ordered, count: int) -> list[BatchShard]: ...
+    def split(self, data: Splittable, count: int) -> list[BatchShard]: ...
 
     def mesh(self, mesh_name: str) -> Mesh: ...
 
@@ -60,8 +60,8 @@ class DispatchMode:
     """A named pair of dispatch and collect function.
 
     `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the ranks that hold it,
-    and makes the future of a call a DataProtoFuture. Their collect function takes, as `order`, where each of these
-    rows goes.
+    and makes the future of a call a DataProtoFuture. Their collect function takes, as `order`, which row of the batch
+    each row of these ranks is. In other modes all ranks are collected.
     """
 
     name: str
@@ -78,49 +78,45 @@ class PerRank:
         self.values = list(values)
 
 
+def dispatch_each(spread: Callable[[Group, Any], list[Any]]) -> DispatchFn:
+    """The dispatch function that gives `spread(group, value)`, one entry per rank, of every argument."""
+
+    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Any:
+        return tuple(spread(group, value) for value in args), {k: spread(group, v) for k, v in kwargs.items()}
+
+    return dispatch
+
+
 def replicate(group: Group, value: Any) -> list[Any]:
     return [value] * group.world_size
 
 
 def split_batch(group: Group, value: Any) -> list[Any]:
     """Split a batch, or the future of one, over the ranks; anything else is given to every rank whole."""
-    if isinstance(value, DataProto | DataProtoFuture | Ordered):
-        return group.split(value, group.world_size)
-    return replicate(group, value)
+    return group.split(value, group.world_size) if isinstance(value, Splittable) else replicate(group, value)
 
 
-def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Any:
-    return tuple(replicate(group, v) for v in args), {k: replicate(group, v) for k, v in kwargs.items()}
+def unwrap_per_rank(group: Group, value: Any) -> list[Any]:
+    if not isinstance(value, PerRank):
+        return replicate(group, value)
+    if len(value.values) != group.world_size:
+        raise ValueError(
+            f"PerRank holds {len(value.values)} values but {group.role} has {group.world_size} ranks: give one each"
+        )
+    return value.values
 
 
-def dispatch_all_to_all(group: Group, *args: Any, **kwargs: Any) -> Any:
-    def spread(value: Any) -> list[Any]:
-        if not isinstance(value, PerRank):
-            return replicate(group, value)
-        if len(value.values) != group.world_size:
-            raise ValueError(
-                f"PerRank holds {len(value.values)} values but {group.role} has {group.world_size} ranks: give one each"
-            )
-        return value.values
-
-    return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
+def one_element_per_rank(group: Group, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple) or len(value) != group.world_size:
+        size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
+        raise ValueError(
+            f"DP_COMPUTE takes a list or tuple with one element per rank ({group.world_size} for {group.role}), "
+            f"got {type(value).__name__}{size}; ONE_TO_ALL gives every rank the same value"
+        )
+    return list(value)
 
 
-def dispatch_dp_compute(group: Group, *args: Any, **kwargs: Any) -> Any:
-    def spread(value: Any) -> list[Any]:
-        if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
-            raise ValueError(
-                f"DP_COMPUTE takes a list or tuple with one element per rank ({group.world_size} for {group.role}), "
-                f"got {type(value).__name__}{size}; ONE_TO_ALL gives every rank the same value"
-            )
-        return list(value)
-
-    return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
-
-
-def dispatch_dp_compute_proto(group: Group, *args: Any, **kwargs: Any) -> Any:
-    return tuple(split_batch(group, v) for v in args), {k: split_batch(group, v) for k, v in kwargs.items()}
+dispatch_one_to_all, dispatch_dp_compute_proto = dispatch_each(replicate), dispatch_each(split_batch)
 
 
 def dispatch_dp_compute_proto_with_func(group: Group, *args: Any, **kwargs: Any) -> Any:
@@ -158,24 +154,17 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
     Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are concatenated.
     """
 
-    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Any:
+    def spread(group: Group, value: Any) -> list[Any]:
+        if not isinstance(value, Splittable):
+            return replicate(group, value)
         mesh = group.mesh(mesh_name)
-
-        def spread(value: Any) -> list[Any]:
-            if not isinstance(value, DataProto | DataProtoFuture | Ordered):
-                return replicate(group, value)
-            shards = group.split(value, mesh.dp_size)
-            return [shards[dp_rank] for dp_rank in mesh.dp_ranks]
-
-        return tuple(spread(v) for v in args), {k: spread(v) for k, v in kwargs.items()}
-
-    def collect(group: Any, outputs: list[Any], order: np.ndarray | None = None) -> DataProto:
-        return collect_batch(group, [outputs[rank] for rank in group.mesh(mesh_name).collect_ranks], order)
+        shards = group.split(value, mesh.dp_size)
+        return [shards[dp_rank] for dp_rank in mesh.dp_ranks]
 
     return {
         "name": f"MESH[{mesh_name}]",
-        "dispatch_fn": dispatch,
-        "collect_fn": collect,
+        "dispatch_fn": dispatch_each(spread),
+        "collect_fn": collect_batch,
         "collect_ranks": lambda group: group.mesh(mesh_name).collect_ranks,
     }
 
@@ -185,8 +174,8 @@ class Dispatch:
 
     RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_rank_zero, only_rank_zero=True)
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list)
-    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", dispatch_all_to_all, collect_list)
-    DP_COMPUTE = DispatchMode("DP_COMPUTE", dispatch_dp_compute, collect_list)
+    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", dispatch_each(unwrap_per_rank), collect_list)
+    DP_COMPUTE = DispatchMode("DP_COMPUTE", dispatch_each(one_element_per_rank), collect_list)
     DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_batch, all_ranks)
     DP_COMPUTE_PROTO_WITH_FUNC = DispatchMode(
         "DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_batch, all_ranks

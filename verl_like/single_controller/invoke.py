@@ -27,17 +27,11 @@ class Invoker:
         # One loop for the life of the process, so that what an async method opened is still usable in the next call.
         self.loop = asyncio.new_event_loop()
 
-    def call(
-        self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
-    ) -> tuple[CallHeader, Any]:
-        """Returns the header and the method's result without padding rows; raises WorkerError."""
-        *_, header, result = self.stream(role, worker, method, args, kwargs, fetch)
-        return header, result
-
-    def stream(
+    def run(
         self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
     ) -> Iterator[Any]:
-        """Yields what the method yields, then the header and the result of `call`."""
+        """Yields what the method yields, then the header, then the method's result without padding rows; raises
+        WorkerError."""
         started = time.time()
         try:
             result = yield from self._run(role, worker, method, args, kwargs, fetch)
@@ -47,17 +41,7 @@ class Invoker:
             raise WorkerError(
                 role, worker.rank, self.node, os.getpid(), method, "".join(traceback.format_exception(error))
             ) from error
-        header = CallHeader(
-            rows=len(result) if isinstance(result, DataProto) else 0,
-            started=started,
-            finished=time.time(),
-            rank=worker.rank,
-            role=role,
-            method=method,
-            pid=os.getpid(),
-            node=self.node,
-        )
-        yield header
+        yield CallHeader(len(result) if isinstance(result, DataProto) else 0, started, time.time())
         yield result
 
     def _run(

@@ -88,6 +88,12 @@ class Worker:
         return func(*args, **kwargs)
 
 
+def rank_environment(rank: int, world_size: int, local_rank: int, local_world_size: int, device: str) -> dict[str, str]:
+    """The environment variables by which a worker knows its place, but for the master's address."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    return {**{name: str(number) for name, number in numbers.items()}, "VERL_LIKE_DEVICE": device}
+
+
 def reserve_port() -> tuple[socket.socket, int]:
     """A free TCP port, and the socket that keeps the system from giving it to anyone else until it is closed.
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
-from verl_like.single_controller.decorator import MethodSpec, PerRank, check_reads, registered_methods
+from verl_like.single_controller.decorator import Execute, MethodSpec, PerRank, check_reads, registered_methods
 from verl_like.single_controller.dispatch import CollectFn, Dispatch, Mesh, all_ranks, collect_rank_zero
 from verl_like.single_controller.shard import (
     BatchShard,
     ForwardedFuture,
     Ordered,
-    column_names,
+    Splittable,
     select_columns,
     split_order,
 )
@@ -75,41 +75,59 @@ class WorkerGroup(abc.ABC):
 
     @abc.abstractmethod
     def submit(
-        self,
-        spec: MethodSpec,
-        calls: list[tuple[list[Any], dict[str, Any]]],
-        collect_ranks: list[int],
-        waited_for: bool,
+        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
     ) -> PendingCall:
         """Start the method on ranks 0, 1, ... with their arguments.
 
-        The pending call waits for all of them, fetches the outputs of `collect_ranks` (None stands for the others) and
-        forwards these as its parts, in the order given. A call that is `waited_for` at once is never forwarded.
+        The pending call waits for all of them; its outputs and its parts are those of `collect_ranks`, in this order.
         """
 
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Stop the ranks; the group is of no use afterwards."""
 
-    def split(self, data: DataProto | DataProtoFuture | Ordered, count: int) -> list[BatchShard]:
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Call a registered method by its name on every rank, whatever its dispatch mode: arguments as in
+        Dispatch.ALL_TO_ALL; the future's value is the list of results, by rank. Raises ValueError for other names."""
+        return self._method(method_name, Execute.ALL).remote(*args, **kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The results of `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs).get()
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Like `execute_all_async`, on rank 0 alone; the future's value is its result."""
+        return self._method(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of `execute_rank_zero`."""
+        return self.execute_rank_zero(method_name, *args, **kwargs).get()
+
+    def _method(self, name: str, execute_mode: Execute) -> BoundMethod:
+        bound = getattr(self, name, None)
+        if not isinstance(bound, BoundMethod):
+            raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")
+        spec = replace(bound.spec, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=execute_mode)
+        return BoundMethod(self, spec, bound.method)
+
+    def split(self, data: Splittable, count: int) -> list[BatchShard]:
         """`count` shards of equally many rows; a DataProto is put into the backend's store once."""
         batch, order = (data.batch, data.order) if isinstance(data, Ordered) else (data, None)
         if isinstance(batch, DataProto):
-            if len(batch) == 0 and column_names(batch):
-                columns = sorted(column_names(batch))
+            if len(batch) == 0 and batch.columns():
+                columns = sorted(batch.columns())
                 raise ValueError(f"the batch given to {self.role} has columns {columns} but no rows")
             parts = [self.put(batch)]
         else:
             parts = batch.parts
             if batch.order is not None:
-                position = np.argsort(batch.order)  # where the parts have each row of the batch
-                order = position if order is None else position[order]
+                part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
+                order = part_rows if order is None else part_rows[order]
         if order is None or len(order) == 0:
             return [BatchShard(tuple(parts), index, count) for index in range(count)]
-        ordered = isinstance(data, Ordered)
         return [
-            BatchShard(tuple(parts), index, count, positions=positions, total=len(order), ordered=ordered)
-            for index, positions in enumerate(split_order(order, count))
+            BatchShard(tuple(parts), index, count, None, rows, len(order), isinstance(data, Ordered))
+            for index, rows in enumerate(split_order(order, count))
         ]
 
     def mesh(self, mesh_name: str) -> Mesh:
@@ -123,17 +141,17 @@ class WorkerGroup(abc.ABC):
         """Tell `on_call` about calls that have finished and that nobody waited for."""
         return  # a backend that runs a call at once has reported it
 
-    def report(self, headers: Sequence[CallHeader]) -> None:
+    def report(self, method: str, rank: int, header: CallHeader) -> None:
+        """Tell `on_call` about a finished call of one rank."""
         if self.on_call is not None:
-            for h in headers:
-                self.on_call(CallEvent(self.pool, h.role, h.method, h.rank, h.started, h.finished))
+            self.on_call(CallEvent(self.pool, self.role, method, rank, header.started, header.finished))
 
 
 class BoundMethod:
     """A registered method of a group."""
 
     def __init__(self, group: WorkerGroup, spec: MethodSpec, method: Callable[..., Any]) -> None:
-        self.group, self.spec = group, spec
+        self.group, self.spec, self.method = group, spec, method
         self._signature = inspect.signature(method)
         self.__name__, self.__doc__ = spec.name, method.__doc__
 
@@ -142,59 +160,43 @@ class BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The collected value if the method was registered blocking, its future otherwise."""
-        future = self._submit(args, kwargs, waited_for=self.spec.blocking)
+        future = self.remote(*args, **kwargs)
         return future.get() if self.spec.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call and return its future."""
-        return self._submit(args, kwargs, waited_for=False)
-
-    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], waited_for: bool) -> Future:
         group, spec = self.group, self.spec
         self._signature.bind(None, *args, **kwargs)
-        order = self._order((*args, *kwargs.values()))
-        batches = [value.batch if isinstance(value, Ordered) else value for value in (*args, *kwargs.values())]
-        if not any(isinstance(value, DataProtoFuture) for value in batches):
-            check_reads(group.role, spec, [value for value in batches if isinstance(value, DataProto)])
+        order = self._check((*args, *kwargs.values()))
         args, kwargs = tuple(self._selected(v) for v in args), {k: self._selected(v) for k, v in kwargs.items()}
-        mode = spec.dispatch_mode
-        if spec.only_rank_zero:
-            if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
-                raise ValueError(f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL")
-            per_rank = [(list(args), kwargs)]
-        else:
-            rank_args, rank_kwargs = mode.dispatch_fn(group, *args, **kwargs)
-            self._check_dispatched((*rank_args, *rank_kwargs.values()))
-            per_rank = [
-                ([values[rank] for values in rank_args], {name: values[rank] for name, values in rank_kwargs.items()})
-                for rank in range(group.world_size)
-            ]
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
         calls = [
             (
                 [self._reference(v, sent) for v in rank_args],
                 {k: self._reference(v, sent) for k, v in rank_kwargs.items()},
             )
-            for rank_args, rank_kwargs in per_rank
+            for rank_args, rank_kwargs in self._dispatch(args, kwargs)
         ]
-        facts = GroupFacts(group.role, group.world_size)
-        if spec.only_rank_zero:
-            return ValueFuture(group.submit(spec, calls, [0], waited_for), collect_rank_zero, facts, group)
-        if mode.collect_ranks is None:
-            return ValueFuture(group.submit(spec, calls, all_ranks(group), waited_for), mode.collect_fn, facts, group)
-        pending = group.submit(spec, calls, mode.collect_ranks(group), waited_for)
-        collect = functools.partial(mode.collect_fn, group)
-        return DataProtoFuture(pending, collect if order is None else functools.partial(collect, order=order), order)
+        mode = spec.dispatch_mode
+        if mode.collect_ranks is not None:
+            collect = functools.partial(mode.collect_fn, group, **({} if order is None else {"order": order}))
+            return DataProtoFuture(group.submit(spec, calls, mode.collect_ranks(group)), collect, order)
+        ranks, collect_fn = ([0], collect_rank_zero) if spec.only_rank_zero else (all_ranks(group), mode.collect_fn)
+        return ValueFuture(group.submit(spec, calls, ranks), collect_fn, group)
 
-    def _order(self, values: Sequence[Any]) -> np.ndarray | None:
-        """The order of the Ordered batch of a call, which is then its only batch: the results go by it."""
-        ordered = [value for value in values if isinstance(value, Ordered)]
+    def _check(self, values: Sequence[Any]) -> np.ndarray | None:
+        """Raise ValueError for batches that the method cannot be given. Returns the order of an Ordered batch, which is
+        then the call's only batch: the results go by it."""
+        batches = [value for value in values if isinstance(value, Splittable)]
+        plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
+        if all(isinstance(batch, DataProto) for batch in plain):
+            check_reads(self.group.role, self.spec, plain)
+        ordered = [value for value in batches if isinstance(value, Ordered)]
         if not ordered:
             return None
-        where = f"{self.group.role}.{self.spec.name}"
-        if len([value for value in values if isinstance(value, DataProto | DataProtoFuture | Ordered)]) > 1:
+        where, mode = f"{self.group.role}.{self.spec.name}", self.spec.dispatch_mode
+        if len(batches) > 1:
             raise ValueError(f"{where} got an Ordered batch beside another one: unite them into one batch")
-        mode = self.spec.dispatch_mode
         if mode.collect_ranks is None and mode is not Dispatch.DP_COMPUTE_METRIC:
             raise ValueError(f"{where} got an Ordered batch, but {mode.name} does not split batches: give the batch")
         return ordered[0].order
@@ -202,17 +204,28 @@ class BoundMethod:
     def _selected(self, value: Any) -> Any:
         """A batch without the columns that the method does not read."""
         columns = self.spec.read_columns
-        if isinstance(value, Ordered) and isinstance(value.batch, DataProto) and columns is not None:
-            return Ordered(select_columns(value.batch, columns), value.order)
+        if isinstance(value, Ordered):
+            return Ordered(self._selected(value.batch), value.order)
         return select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
 
-    def _check_dispatched(self, values: Sequence[Any]) -> None:
-        for per_rank in values:
-            if not isinstance(per_rank, list | tuple) or len(per_rank) != self.group.world_size:
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
+        """The arguments of each rank that runs."""
+        group, spec = self.group, self.spec
+        if spec.only_rank_zero:
+            if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
+                raise ValueError(f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL")
+            return [(list(args), kwargs)]
+        rank_args, rank_kwargs = spec.dispatch_mode.dispatch_fn(group, *args, **kwargs)
+        for values in (*rank_args, *rank_kwargs.values()):
+            if not isinstance(values, list | tuple) or len(values) != group.world_size:
                 raise ValueError(
-                    f"the dispatch function of {self.group.role}.{self.spec.name} must return one list per argument "
-                    f"with one entry for each of {self.group.world_size} ranks, got {type(per_rank).__name__}"
+                    f"the dispatch function of {group.role}.{spec.name} must return one list per argument "
+                    f"with one entry for each of {group.world_size} ranks, got {type(values).__name__}"
                 )
+        return [
+            ([values[rank] for values in rank_args], {name: values[rank] for name, values in rank_kwargs.items()})
+            for rank in range(group.world_size)
+        ]
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
         """What travels instead of a batch or a future: references that the worker resolves."""
@@ -220,18 +233,17 @@ class BoundMethod:
             if id(value) not in sent:
                 sent[id(value)] = self._reference(self.group.split(value, 1)[0], sent)
             return sent[id(value)]
-        columns = self.spec.read_columns
-        if isinstance(value, BatchShard) and columns is not None:
-            return replace(value, columns=columns)
+        if isinstance(value, BatchShard) and self.spec.read_columns is not None:
+            return replace(value, columns=self.spec.read_columns)
         return value.forwarded() if isinstance(value, ValueFuture) else value
 
 
 class ValueFuture(Future[Any]):
     """The future of a call whose result is not one batch; as an argument it arrives as its value."""
 
-    def __init__(self, call: PendingCall, collect: CollectFn, facts: GroupFacts, group: WorkerGroup) -> None:
+    def __init__(self, call: PendingCall, collect: CollectFn, group: WorkerGroup) -> None:
         super().__init__(call, functools.partial(collect, group))
-        self._forwarded = functools.partial(collect, facts)
+        self._forwarded = functools.partial(collect, GroupFacts(group.role, group.world_size))
 
     def forwarded(self) -> ForwardedFuture:
         return ForwardedFuture(tuple(self._call.parts()), self._forwarded)

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from verl_like.protocol import DataProto, Part
+from verl_like.protocol import DataProto, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
-from verl_like.single_controller.worker import reserve_port
+from verl_like.single_controller.worker import rank_environment, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 
@@ -36,14 +36,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._invoker = Invoker(node="local")
         self._port_socket, port = reserve_port()
         self.master_address, self.master_port = "127.0.0.1", port
-        self._env = {
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "VERL_LIKE_DEVICE": "cpu",
-            **(worker_env or {}),
-        }
+        self._env = {"MASTER_ADDR": self.master_address, "MASTER_PORT": str(port), **(worker_env or {})}
         self.workers: list[Any] = []
         for rank in range(world_size):
             with self._environment(rank):
@@ -51,29 +44,25 @@ class LocalWorkerGroup(WorkerGroup):
 
     def put(self, data: DataProto) -> Part:
         # Its own container: a later `batch.union` of the caller does not reach into the call.
-        return Part(CallHeader(rows=len(data)), data.select())
+        return Part(CallHeader(len(data)), data.select())
 
     def submit(
-        self,
-        spec: MethodSpec,
-        calls: list[tuple[list[Any], dict[str, Any]]],
-        collect_ranks: list[int],
-        waited_for: bool,
+        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
     ) -> LocalCall:
-        call = LocalCall(collect_ranks)
+        yielded: list[Any] = []
+        results: list[tuple[CallHeader, Any]] = []
         for rank, (args, kwargs) in enumerate(calls):
             try:
                 with self._environment(rank):
-                    *yielded, header, payload = self._invoker.stream(
+                    *items, header, payload = self._invoker.run(
                         self.role, self.workers[rank], spec.name, args, kwargs, _fetch_local
                     )
             except WorkerError as error:
-                call.error = error
-                break
-            call.yielded += yielded
-            call.results.append((header, payload))
-            self.report([header])
-        return call
+                return LocalCall(yielded, [], error)
+            yielded += items
+            results.append((header, payload))
+            self.report(spec.name, rank, header)
+        return LocalCall(yielded, [Part(*results[rank]) for rank in collect_ranks], None)
 
     def shutdown(self) -> None:
         self.workers.clear()
@@ -82,7 +71,7 @@ class LocalWorkerGroup(WorkerGroup):
     @contextlib.contextmanager
     def _environment(self, rank: int) -> Iterator[None]:
         """The environment a rank's process would have."""
-        values = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        values = {**rank_environment(rank, self.world_size, rank, self.world_size, "cpu"), **self._env}
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:
@@ -95,23 +84,19 @@ class LocalWorkerGroup(WorkerGroup):
                     os.environ[name] = value
 
 
-class LocalCall:
-    """A call that has run."""
+class LocalCall(PendingCall):
+    """A call that has run: what its ranks yielded and returned, or the error of the one that failed."""
 
-    def __init__(self, collect_ranks: list[int]) -> None:
-        self.collect_ranks = collect_ranks
-        self.yielded: list[Any] = []
-        self.results: list[tuple[CallHeader, Any]] = []
-        self.error: WorkerError | None = None
+    def __init__(self, yielded: list[Any], results: list[Part], error: WorkerError | None) -> None:
+        self.yielded, self.results, self.error = yielded, results, error
 
     def wait(self, timeout: float | None) -> list[Any]:
         if self.error is not None:
             raise self.error
-        return [payload if rank in self.collect_ranks else None for rank, (_, payload) in enumerate(self.results)]
+        return [part.payload for part in self.results]
 
     def stream(self) -> Iterator[Any]:
-        if self.error is not None:
-            raise self.error
+        self.wait(None)
         yielded, self.yielded = self.yielded, []
         return iter(yielded)
 
@@ -119,9 +104,7 @@ class LocalCall:
         return True
 
     def parts(self) -> list[Part]:
-        if self.error is not None:
-            return [Part(_Failed(self.error), _Failed(self.error))]
-        return [Part(*self.results[rank]) for rank in self.collect_ranks]
+        return self.results if self.error is None else [Part(_Failed(self.error), _Failed(self.error))]
 
     def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
         return _fetch_local(references)

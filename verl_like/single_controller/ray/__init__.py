@@ -11,6 +11,7 @@ from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
 )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ResourcePoolManager",
     "SubRayResourcePool",
     "create_colocated_worker_cls",
+    "create_colocated_worker_raw_cls",
     "merge_resource_pool",
     "split_resource_pool",
 ]

@@ -11,15 +11,15 @@ import torch
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import write_count
-from verl_like.single_controller.ray.message import INLINE_BYTES
-from verl_like.single_controller.shard import StoredBatch
+from verl_like.protocol.wire import to_wire
+from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack_batch, pack_column
 
 
 @dataclass(frozen=True)
 class _Column:
     tensor: weakref.ref[torch.Tensor]
-    version: int
-    segment: Any  # reference to a list of WireTensors
+    write_count: int
+    segment: Any  # reference to a list of packed columns
     index: int
 
 
@@ -45,23 +45,21 @@ class ColumnStore:
         if this_ray != self._ray:  # references are of no use to another Ray than the one they came from
             self._columns.clear()
             self._ray = this_ray
-        tensors = data.tensors()
-        stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
-        unstored = data.select(batch_keys=[name for name in tensors if name not in stored])
-        num_rows, fresh, arrays, meta_info = unstored.__getstate__()
+        stored = {name: column for name, tensor in data.tensors().items() if (column := self._find(tensor)) is not None}
+        fresh = {name: to_wire(tensor) for name, tensor in data.tensors().items() if name not in stored}
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
-            segment = ray.put(list(fresh.values()))
+            segment = ray.put([pack_column(wire) for wire in fresh.values()])
             for index, name in enumerate(fresh):
-                stored[name] = self._remember(tensors[name], segment, index)
+                stored[name] = self._remember(data.tensors()[name], segment, index)
             fresh = {}
-        rest = (num_rows, fresh, arrays, meta_info)
-        segments = tuple({column.segment for column in stored.values()})
-        places = {name: (segments.index(column.segment), column.index) for name, column in stored.items()}
-        return StoredBatch(len(data), segments, places, ray.put(rest) if arrays else rest)
+        rest: Any = pack_batch(data.select(batch_keys=list(fresh)))
+        segments = list({column.segment for column in stored.values()})
+        locations = {name: [segments.index(column.segment), column.index] for name, column in stored.items()}
+        return StoredBatch(segments, locations, ray.put(rest) if data.non_tensor_batch else rest)
 
     def _find(self, tensor: torch.Tensor) -> _Column | None:
         column = self._columns.get(id(tensor))
-        known = column is not None and column.tensor() is tensor and column.version == write_count(tensor)
+        known = column is not None and column.tensor() is tensor and column.write_count == write_count(tensor)
         return column if known else None
 
     def _remember(self, tensor: torch.Tensor, segment: Any, index: int) -> _Column:
@@ -72,9 +70,8 @@ class ColumnStore:
             if column is not None and column.tensor is reference:  # else the id is already another tensor's
                 del self._columns[key]
 
-        version = write_count(tensor)
-        column = _Column(weakref.ref(tensor, forget), version, segment, index)
-        if version >= 0:  # what has no counter is not remembered
+        column = _Column(weakref.ref(tensor, forget), write_count(tensor), segment, index)
+        if column.write_count >= 0:  # what has no counter is not remembered
             self._columns[key] = column
         return column
 

@@ -1,105 +1,140 @@
-"""Small batches as lists of plain values: Ray sends those without pickling them, which takes longer than the rest."""
+"""What travels between the driver and the processes of the workers: plain lists and references.
+
+Ray sends plain values (dicts, lists, text, bytes, numbers) without pickling them, which takes longer than all the rest
+of a small call. Whatever else stands among them Ray pickles, large arrays without a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from verl_like.protocol import DataProto, Part
-from verl_like.protocol.wire import WireTensor, to_wire
-from verl_like.single_controller.shard import BatchShard, StoredBatch
+from verl_like.protocol.wire import WireTensor
+from verl_like.single_controller.call import CallHeader
+from verl_like.single_controller.failure import WorkerError
+from verl_like.single_controller.shard import BatchShard
 
 INLINE_BYTES = 16 * 1024
-"""Larger batches travel through the object store; for smaller ones that takes a rank longer than reading a message."""
-
-# A batch: [rows, or None without columns, [name, torch dtype, NumPy dtype, shape, bytes] of each column, meta_info].
+"""What is larger goes through the object store; for smaller arrays that takes a rank longer than reading a message."""
 
 
-def flatten_arguments(arguments: Mapping[Any, Any], seen: dict[int, Any]) -> list[list[Any]]:
-    """[key, plain form or None, value or None] of each argument. `seen` remembers the batches of the call's ranks."""
-    flat = []
-    for key, value in arguments.items():
-        plain = _flat_shard(value, seen) if isinstance(value, BatchShard) else None
-        flat.append([key, plain, value if plain is None else None])
-    return flat
+@dataclass(frozen=True)
+class StoredBatch:
+    """A batch as the driver sends it: references to the columns that are in the object store, and the rest.
+
+    Attributes:
+        segments: references to lists of packed columns.
+        locations: where each stored column is: [number of the segment, index in its list].
+        rest: the packed state of the batch without the stored columns, or a reference to it.
+    """
+
+    segments: list[Any]
+    locations: dict[str, list[int]]
+    rest: Any
+
+    def load(self, timeout: float) -> DataProto:
+        rest, *segments = _get([self.rest, *self.segments], timeout)
+        num_rows, columns, arrays, meta_info = rest
+        stored = {name: segments[number][index] for name, (number, index) in self.locations.items()}
+        return DataProto.from_state(num_rows, unpack_columns({**columns, **stored}), arrays, meta_info)
 
 
-def restore_arguments(flat: list[list[Any]]) -> dict[Any, Any]:
-    """The inverse of `flatten_arguments`."""
-    return {key: value if plain is None else _restore_shard(plain) for key, plain, value in flat}
+def pack(value: Any) -> list[Any]:
+    """[kind, plain lists] of a batch, a shard of one or a header; any other value stays as it is."""
+    if isinstance(value, DataProto):
+        return ["batch", pack_batch(value)]
+    if isinstance(value, CallHeader):
+        return ["header", [value.num_rows, value.started, value.finished]]
+    if isinstance(value, StoredBatch):
+        return ["stored", [value.segments, value.locations, value.rest]]
+    if isinstance(value, BatchShard):
+        parts = [[pack(part.header), pack(part.payload)] for part in value.parts]
+        columns = None if value.columns is None else list(value.columns)
+        return ["shard", [parts, value.index, value.count, columns, value.rows, value.total, value.ordered]]
+    return ["value", value]
 
 
-def flatten_result(result: Any) -> list[Any]:
-    """[plain form or None, result or None]."""
-    plain = None
-    if isinstance(result, DataProto) and not result.non_tensor_batch and _is_plain(result.meta_info):
-        tensors = result.tensors()
-        if sum(tensor.nbytes for tensor in tensors.values()) <= INLINE_BYTES:
-            columns = _flat_columns({name: to_wire(tensor) for name, tensor in tensors.items()})
-            rows = None if result.batch is None else len(result)
-            plain = None if columns is None else [rows, columns, result.meta_info]
-    return [plain, result if plain is None else None]
+def unpack(packed: list[Any]) -> Any:
+    """The inverse of `pack`. Small columns get memory of their own; large ones are read-only by agreement."""
+    kind, content = packed
+    if kind == "batch":
+        num_rows, columns, arrays, meta_info = content
+        return DataProto.from_state(num_rows, unpack_columns(columns), arrays, meta_info)
+    if kind == "header":
+        return CallHeader(*content)
+    if kind == "stored":
+        return StoredBatch(*content)
+    if kind == "shard":
+        parts, *rest = content
+        return BatchShard(tuple(Part(unpack(header), unpack(payload)) for header, payload in parts), *rest)
+    return content
 
 
-def restore_result(flat: list[Any]) -> Any:
-    """The inverse of `flatten_result`."""
-    plain, result = flat
-    if plain is None:
-        return result
-    rows, columns, meta_info = plain
-    return DataProto.from_state(rows, _restore_columns(columns), {}, meta_info)
+def pack_batch(data: DataProto) -> list[Any]:
+    """The state of a batch (see `Batch.__getstate__`) with packed columns."""
+    num_rows, tensors, arrays, meta_info = data.__getstate__()
+    return [num_rows, {name: pack_column(tensor) for name, tensor in tensors.items()}, arrays, meta_info]
 
 
-def _flat_shard(shard: BatchShard, seen: dict[int, Any]) -> list[Any] | None:
-    stored = shard.parts[0].payload
-    if len(shard.parts) > 1 or shard.positions is not None or not isinstance(stored, StoredBatch):
-        return None
-    if id(stored) not in seen:
-        seen[id(stored)] = _flat_batch(stored)
-    batch = seen[id(stored)]
-    columns = None if shard.columns is None else list(shard.columns)
-    return None if batch is None else [batch, shard.index, shard.count, columns]
+def pack_column(column: WireTensor) -> list[Any]:
+    """[torch dtype, array, offsets or None], arrays of up to INLINE_BYTES as [NumPy dtype, shape, bytes]."""
+    return [column.dtype, *(_pack_array(array) for array in (column.array, column.offsets))]
 
 
-def _restore_shard(plain: list[Any]) -> BatchShard:
-    (rows, columns, meta_info), index, count, read = plain
-    stored = StoredBatch(rows or 0, (), {}, (rows, _restore_columns(columns), {}, meta_info))
-    return BatchShard((Part(stored, stored),), index, count, None if read is None else tuple(read))
-
-
-def _flat_batch(stored: StoredBatch) -> list[Any] | None:
-    if stored.segments or not isinstance(stored.rest, tuple):
-        return None
-    num_rows, wires, arrays, meta_info = stored.rest
-    columns = _flat_columns(wires)
-    if columns is None or arrays or not _is_plain(meta_info):
-        return None
-    return [num_rows, columns, meta_info]
-
-
-def _flat_columns(wires: Mapping[str, WireTensor]) -> list[list[Any]] | None:
-    if any(wire.offsets is not None for wire in wires.values()):
-        return None
-    return [
-        [name, wire.dtype, wire.array.dtype.str, list(wire.array.shape), wire.array.tobytes()]
-        for name, wire in wires.items()
-    ]
-
-
-def _restore_columns(columns: list[list[Any]]) -> dict[str, WireTensor]:
-    # A copy, as bytes are constants: Python has one object for all that hold the same single byte.
+def unpack_columns(columns: Mapping[str, list[Any]]) -> dict[str, WireTensor]:
     return {
-        name: WireTensor(np.frombuffer(bytearray(content), numpy_dtype).reshape(shape), dtype)
-        for name, dtype, numpy_dtype, shape, content in columns
+        name: WireTensor(_unpack_array(array), dtype, _unpack_array(offsets))
+        for name, (dtype, array, offsets) in columns.items()
     }
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value comes out of a message as it went in."""
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, float, str) or (type(value) is int and abs(value) < 1 << 63)
+def _pack_array(array: np.ndarray | None) -> Any:
+    if array is None or array.nbytes > INLINE_BYTES:
+        return array
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _unpack_array(packed: Any) -> Any:
+    if not isinstance(packed, list):
+        return packed
+    dtype, shape, content = packed
+    # A copy, as bytes are constants: Python has one object for all that hold the same single byte.
+    return np.frombuffer(bytearray(content), dtype).reshape(shape)
+
+
+def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
+    """What references and stored batches stand for, in order; anything else passes through.
+
+    Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
+    """
+    values = _get(references, timeout)
+    return [
+        value.load(timeout)
+        if isinstance(value, StoredBatch)
+        else unpack(value)
+        if isinstance(reference, ray.ObjectRef)
+        else value
+        for reference, value in zip(references, values, strict=True)
+    ]
+
+
+def _get(references: Sequence[Any], timeout: float) -> list[Any]:
+    """Each reference replaced by its value."""
+    wanted = [reference for reference in references if isinstance(reference, ray.ObjectRef)]
+    if not wanted:
+        return list(references)
+    try:
+        values = iter(ray.get(wanted, timeout=timeout))
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, WorkerError) else error) from None
+    except GetTimeoutError:
+        raise TimeoutError(
+            f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
+        ) from None
+    return [next(values) if isinstance(reference, ray.ObjectRef) else reference for reference in references]

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl_like.single_controller.ray.worker_process import ProcessInfo, WorkerProcess
+from verl_like.single_controller.worker import rank_environment
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 START_DEADLINE_S = 300.0  # process start, imports and constructors; models are loaded in init_model
@@ -25,7 +26,6 @@ _POLL_S = 0.5
 # When a rank dies its peers often fail first ("connection closed by peer"): the death follows within this time.
 _DEATH_GRACE_S = 2.0
 _LOG_LINES = 20
-_SYSTEM_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_LIKE_DEVICE")
 
 
 class ProcessHandles:
@@ -51,7 +51,10 @@ class ProcessHandles:
         worker_env: dict[str, str],
     ) -> ProcessHandles:
         """Start the actors and their workers without waiting for them."""
-        clash = sorted(set(worker_env) & set(_SYSTEM_ENV))
+        device = "cuda" if pool.use_gpu else "cpu"
+        places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
+        environments = [rank_environment(rank, pool.world_size, *place, device) for rank, place in enumerate(places)]
+        clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
         if clash:
             raise ValueError(f"worker_env of {role} sets {clash}, which the group sets itself: leave them out")
         if detached and not pool.detached:
@@ -63,15 +66,7 @@ class ProcessHandles:
         process_class = ray.remote(WorkerProcess)
         actors: list[Any] = []
         for rank, (group, index) in enumerate(bundles):
-            env = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(pool.world_size),
-                "LOCAL_RANK": str(pool.local_rank_list()[rank]),
-                "LOCAL_WORLD_SIZE": str(pool.local_world_size_list()[rank]),
-                "VERL_LIKE_DEVICE": "cuda" if pool.use_gpu else "cpu",
-                "OMP_NUM_THREADS": str(threads[rank]),
-                **worker_env,
-            }
+            env = {**environments[rank], "OMP_NUM_THREADS": str(threads[rank]), **worker_env}
             options: dict[str, Any] = {
                 "name": names[rank],
                 "num_cpus": 1,

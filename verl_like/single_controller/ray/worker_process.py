@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray._private.worker
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
-from ray.exceptions import GetTimeoutError, RayTaskError
 
-from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
-from verl_like.single_controller.ray.message import flatten_result, restore_arguments
+from verl_like.single_controller.ray.message import fetch, pack, unpack
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
-# [role, method, args, kwargs, deadline in seconds], with arguments as by `flatten_arguments`: one list, for Ray packs
-# each argument of a call on its own.
+# [role, method, packed args, packed kwargs, deadline in seconds, whether the result is collected]: one list, for Ray
+# packs each argument of a call on its own.
 Message = list[Any]
 
 
@@ -77,54 +75,23 @@ class WorkerProcess:
         return self.classes
 
     @ray.method(num_returns=2)
-    def call(self, message: Message) -> tuple[CallHeader, Any]:
-        """Run a method of a role; batches in the arguments are references, fetched within the deadline."""
-        return self._run(message)
-
-    def _run(self, message: Message) -> tuple[CallHeader, Any]:
-        *_, header, result = self._stream(message)
-        return header, result
-
-    def call_whole(self, message: Message) -> list[Any]:
-        """Like `call`, as one object: [fields of the header, result]. The message ends with whether the result is
-        collected; it is left out if not."""
-        *message, is_collected = message
-        header, result = self._run(message)
-        return [list(vars(header).values()), flatten_result(result if is_collected else None)]
+    def call(self, message: Message) -> tuple[list[Any], list[Any]]:
+        """Run a method of a role: its header and its result, packed. References in the arguments are fetched within
+        the deadline."""
+        *_, header, result = self._run(message)
+        is_collected = message[-1]
+        return pack(header), pack(result if is_collected else None)
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
         """Like `call`, for a method that yields: what it yields, as it comes, then the header, then the result."""
-        yield from self._stream(message)
+        yield from map(pack, self._run(message))
 
-    def _stream(self, message: Message) -> Iterator[Any]:
-        role, method, args, kwargs, deadline_s = message
+    def _run(self, message: Message) -> Iterator[Any]:
+        role, method, args, kwargs, deadline_s, _ = message
         if self.start_error is not None:
             raise self.start_error
         worker = self.workers[role]
         setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
-        restored = list(restore_arguments(args).values()), restore_arguments(kwargs)
-        return self.invoker.stream(role, worker, method, *restored, lambda references: fetch(references, deadline_s))
-
-
-def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
-    """Values of references, in order; what is no reference passes through.
-
-    Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
-    """
-    wanted = [reference for reference in references if isinstance(reference, ray.ObjectRef)]
-    if not wanted:
-        return list(references)
-    try:
-        values = iter(ray.get(wanted, timeout=timeout))
-    except RayTaskError as error:
-        raise _worker_error(error) from None
-    except GetTimeoutError:
-        raise TimeoutError(
-            f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
-        ) from None
-    return [next(values) if isinstance(reference, ray.ObjectRef) else reference for reference in references]
-
-
-def _worker_error(error: RayTaskError) -> Exception:
-    return error.cause if isinstance(error.cause, WorkerError) else error
+        args, kwargs = [unpack(value) for value in args], {name: unpack(value) for name, value in kwargs.items()}
+        return self.invoker.run(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))

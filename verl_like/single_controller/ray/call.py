@@ -1,0 +1,179 @@
+"""Calls in flight on the Ray backend, and which of them the driver has not been told the end of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from verl_like.protocol import Part, PendingCall
+from verl_like.single_controller.call import CallHeader
+from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.ray.message import fetch, unpack
+from verl_like.single_controller.ray.process_handles import READY_S, ProcessHandles
+
+_POLL_S = 0.5
+_log = logging.getLogger(__name__)
+
+
+class UnreportedCalls:
+    """The calls of a group whose end was not reported yet, by the references to their headers: not by their results,
+    which are freed with the calls' futures."""
+
+    def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
+        self.role, self.report = role, report
+        self._calls: dict[Any, tuple[str, int]] = {}  # header reference -> (method, rank)
+        self._waited_for: set[Any] = set()  # whoever waits for a call sees its failure
+
+    def add(self, method: str, headers: Sequence[Any]) -> None:
+        self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}
+
+    def wait_for(self, headers: Sequence[Any]) -> None:
+        self._waited_for.update(headers)
+
+    def report_finished(self, known: dict[Any, CallHeader]) -> None:
+        """Report the calls that have finished, also those whose futures nobody waits for; `known` headers are not
+        fetched again."""
+        calls = list(self._calls)
+        ready = ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []
+        for reference in ready:
+            method, rank = self._calls.pop(reference)
+            try:
+                header = known.get(reference) or unpack(ray.get(reference, timeout=READY_S))
+            except RayError as error:
+                if reference not in self._waited_for:
+                    _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
+            else:
+                self.report(method, rank, header)
+        self._waited_for &= self._calls.keys()
+
+
+class RayCall(PendingCall):
+    """A call in flight: two references per rank, to its header and to its result."""
+
+    def __init__(
+        self,
+        processes: ProcessHandles,
+        unreported: UnreportedCalls,
+        method: str,
+        deadline_s: float,
+        references: list[tuple[Any, Any]],
+        collect_ranks: list[int],
+    ) -> None:
+        self.processes, self.unreported, self.method, self.deadline_s = processes, unreported, method, deadline_s
+        self.headers = [header for header, _ in references]
+        self.payloads = [payload for _, payload in references]
+        self.collect_ranks = collect_ranks
+        unreported.add(method, self.headers)
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        timeout = self.deadline_s if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        self.unreported.wait_for(self.headers)
+        self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
+        role, collected = self.unreported.role, [self.payloads[rank] for rank in self.collect_ranks]
+        try:
+            values = self.processes.wait(self.headers, role, self.method, deadline - time.monotonic(), collected)
+        except RayError as error:
+            raise RuntimeError(f"{role}.{self.method} finished, but its results were lost: {error}") from error
+        values = [unpack(value) for value in values]
+        self.unreported.report_finished(dict(zip(self.headers, values, strict=False)))
+        return values[len(self.headers) :]
+
+    def done(self) -> bool:
+        return len(ray.wait(self.headers, num_returns=len(self.headers), timeout=0)[0]) == len(self.headers)
+
+    def parts(self) -> list[Part]:
+        return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
+
+    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
+        return fetch(references, self.deadline_s if timeout is None else timeout)
+
+
+class RayStream(PendingCall):
+    """A call in flight, with a generator of references per rank: what the method yields, its header, its result."""
+
+    def __init__(
+        self,
+        processes: ProcessHandles,
+        unreported: UnreportedCalls,
+        method: str,
+        deadline_s: float,
+        generators: list[Any],
+        collect_ranks: list[int],
+    ) -> None:
+        self.processes, self.unreported, self.method, self.deadline_s = processes, unreported, method, deadline_s
+        self.generators, self.collect_ranks = generators, collect_ranks
+        self._running = dict(enumerate(generators))
+        self._headers: dict[int, CallHeader] = {}
+        self._payloads: dict[int, Any] = {}  # references
+        self._error: Exception | None = None
+
+    def stream(self, timeout: float | None = None) -> Iterator[Any]:
+        """What the ranks yield, as it comes, until all have ended. Raises what `wait` raises."""
+        timeout = self.deadline_s if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        if self._error is not None:
+            raise self._error
+        self.processes.wait_until_started(timeout)
+        while self._running:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = f"rank(s) {sorted(self._running)} of {len(self.generators)}"
+                raise CallTimeout(self.unreported.role, self.method, timeout, late)
+            ready, _ = ray.wait(list(self._running.values()), timeout=min(_POLL_S, left))
+            for rank in [rank for rank, generator in self._running.items() if generator in ready]:
+                yield from self._next(rank)
+                if not self._running:
+                    for rank in range(len(self.generators)):
+                        self.unreported.report(self.method, rank, self._headers[rank])
+
+    def _next(self, rank: int) -> Iterator[Any]:
+        """The next thing of a rank, which is ready, if the method yielded it; header and result are kept."""
+        reference = next(self.generators[rank], None)
+        if reference is None:
+            del self._running[rank]
+        elif rank in self._headers:
+            self._payloads[rank] = reference
+        else:
+            try:
+                value = unpack(ray.get(reference, timeout=READY_S))
+            except RayError:
+                raise self._failure(rank, reference) from None
+            if isinstance(value, CallHeader):
+                self._headers[rank] = value
+            else:
+                yield value
+
+    def _failure(self, rank: int, reference: Any) -> Exception:
+        """What became of the call, of which one rank failed."""
+        references = [generator.completed() for generator in self.generators]
+        references[rank] = reference
+        try:
+            self.processes.wait(references, self.unreported.role, self.method, READY_S)
+        except (WorkerError, WorkerDied) as error:
+            self._error = error
+        assert self._error is not None
+        return self._error
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        for _ in self.stream(timeout):
+            pass
+        return fetch([self._payloads[rank] for rank in self.collect_ranks], READY_S)
+
+    def done(self) -> bool:
+        ends = [generator.completed() for generator in self.generators]
+        return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends)
+
+    def parts(self) -> list[Part]:
+        """Known only when the ranks have ended, so this waits for them."""
+        for _ in self.stream():
+            pass
+        return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]
+
+    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
+        return fetch(references, self.deadline_s if timeout is None else timeout)
