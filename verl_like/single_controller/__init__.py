@@ -1,12 +1,11 @@
 """Calls from one controller to groups of workers. Backends: verl_like.single_controller.ray and .local."""
 
 from verl_like.single_controller.call import CallEvent, CallHeader
-from verl_like.single_controller.decorator import (
+from verl_like.single_controller.decorator import Execute, register
+from verl_like.single_controller.dispatch import (
     Dispatch,
-    Execute,
     PerRank,
     make_nd_compute_dataproto_dispatch_fn,
-    register,
     register_dispatch_mode,
 )
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError

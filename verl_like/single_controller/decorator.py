@@ -9,25 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl_like.protocol import COLUMNS, DataProto
-from verl_like.single_controller.dispatch import (
-    Dispatch,
-    DispatchMode,
-    PerRank,
-    make_nd_compute_dataproto_dispatch_fn,
-    register_dispatch_mode,
+from verl_like.single_controller.dispatch import Dispatch, DispatchMode
+from verl_like.single_controller.dispatch import (  # here as well, as in verl
+    make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
 )
-from verl_like.single_controller.shard import column_names
-
-__all__ = [
-    "Dispatch",
-    "Execute",
-    "MethodSpec",
-    "PerRank",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "register",
-    "register_dispatch_mode",
-    "registered_methods",
-]
 
 _SPEC_ATTRIBUTE = "_verl_like_method_spec"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -126,12 +111,12 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
     """Raise ValueError if a column that the method must read is in none of its batches."""
     if not batches:
         return
-    present = set().union(*(column_names(batch) | set(batch.meta_info) for batch in batches))
+    present = {name for batch in batches for name in (*batch.columns(), *batch.meta_info)}
     for name in spec.reads or ():
         if name.endswith("?") or name in present:
             continue
         column = COLUMNS.get(name)
-        writer = f"written by: {column.writer}" if column else "no column of docs/columns.md, so of your own"
+        writer = f"written by: {column.writer}" if column else "a custom column, not in docs/columns.md"
         raise ValueError(f"{role}.{spec.name} reads {name!r}, not in its batch ({writer}). Present: {sorted(present)}")
 
 
@@ -141,7 +126,7 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
         return
     if not isinstance(result, DataProto):
         raise ValueError(f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}")
-    present = column_names(result) | set(result.meta_info)
+    present = {*result.columns(), *result.meta_info}
     missing = [name for name in spec.writes if not name.endswith("?") and name not in present]
     if missing:
         raise ValueError(f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}")

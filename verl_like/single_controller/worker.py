@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from verl_like.single_controller.decorator import Dispatch, Execute, register
+from verl_like.single_controller.decorator import Execute, register
+from verl_like.single_controller.dispatch import Dispatch
 
 
 class Worker:

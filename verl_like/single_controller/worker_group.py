@@ -13,8 +13,8 @@ import numpy as np
 
 from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
-from verl_like.single_controller.decorator import Execute, MethodSpec, PerRank, check_reads, registered_methods
-from verl_like.single_controller.dispatch import CollectFn, Dispatch, Mesh, all_ranks, collect_rank_zero
+from verl_like.single_controller.decorator import Execute, MethodSpec, check_reads, registered_methods
+from verl_like.single_controller.dispatch import CollectFn, Dispatch, Mesh, PerRank, all_ranks, collect_rank_zero
 from verl_like.single_controller.shard import (
     BatchShard,
     ForwardedFuture,
