@@ -21,37 +21,20 @@ class Worker:
     reward_columns: ClassVar[Mapping[str, float]] = {}
     """The columns (B R) that this worker writes and that make up the reward, each with its weight in the sum."""
 
-    _rank: int
-    _world_size: int
-    _local_rank: int
-    _local_world_size: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
     _mesh_coordinates: dict[str, tuple[int, bool]]
 
     # In __new__, so that a subclass that does not call super().__init__() has its rank as well.
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         worker = super().__new__(cls)
-        worker._rank = int(os.environ.get("RANK", "0"))
-        worker._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        worker._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        worker._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        worker.rank, worker.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        worker.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        worker.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         worker._mesh_coordinates = {}
         return worker
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self._local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self._local_world_size
 
     @property
     def device(self) -> str:

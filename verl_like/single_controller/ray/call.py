@@ -52,34 +52,38 @@ class UnreportedCalls:
         self._waited_for &= self._calls.keys()
 
 
-class RayCall(PendingCall):
-    """A call in flight: two references per rank, to its header and to its result."""
+class _CallOnRanks(PendingCall):
+    """What calls in flight have in common: where they run and how long they may take."""
 
     def __init__(
-        self,
-        processes: ProcessHandles,
-        unreported: UnreportedCalls,
-        method: str,
-        deadline_s: float,
-        references: list[tuple[Any, Any]],
-        collect_ranks: list[int],
+        self, processes: ProcessHandles, unreported: UnreportedCalls, method: str, deadline_s: float, ranks: list[int]
     ) -> None:
-        self.processes, self.unreported, self.method, self.deadline_s = processes, unreported, method, deadline_s
+        self.processes, self.unreported, self.role = processes, unreported, unreported.role
+        self.method, self.deadline_s, self.collect_ranks = method, deadline_s, ranks
+
+    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
+        return fetch(references, self.deadline_s if timeout is None else timeout)
+
+
+class RayCall(_CallOnRanks):
+    """A call in flight: two references per rank, to its header and to its result."""
+
+    def __init__(self, references: list[tuple[Any, Any]], *call: Any) -> None:
+        super().__init__(*call)
         self.headers = [header for header, _ in references]
         self.payloads = [payload for _, payload in references]
-        self.collect_ranks = collect_ranks
-        unreported.add(method, self.headers)
+        self.unreported.add(self.method, self.headers)
 
     def wait(self, timeout: float | None) -> list[Any]:
         timeout = self.deadline_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
         self.unreported.wait_for(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
-        role, collected = self.unreported.role, [self.payloads[rank] for rank in self.collect_ranks]
+        collected = [self.payloads[rank] for rank in self.collect_ranks]
         try:
-            values = self.processes.wait(self.headers, role, self.method, deadline - time.monotonic(), collected)
+            values = self.processes.wait(self.headers, self.role, self.method, deadline - time.monotonic(), collected)
         except RayError as error:
-            raise RuntimeError(f"{role}.{self.method} finished, but its results were lost: {error}") from error
+            raise RuntimeError(f"{self.role}.{self.method} finished, but its results were lost: {error}") from error
         values = [unpack(value) for value in values]
         self.unreported.report_finished(dict(zip(self.headers, values, strict=False)))
         return values[len(self.headers) :]
@@ -90,24 +94,13 @@ class RayCall(PendingCall):
     def parts(self) -> list[Part]:
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
 
-    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        return fetch(references, self.deadline_s if timeout is None else timeout)
 
-
-class RayStream(PendingCall):
+class RayStream(_CallOnRanks):
     """A call in flight, with a generator of references per rank: what the method yields, its header, its result."""
 
-    def __init__(
-        self,
-        processes: ProcessHandles,
-        unreported: UnreportedCalls,
-        method: str,
-        deadline_s: float,
-        generators: list[Any],
-        collect_ranks: list[int],
-    ) -> None:
-        self.processes, self.unreported, self.method, self.deadline_s = processes, unreported, method, deadline_s
-        self.generators, self.collect_ranks = generators, collect_ranks
+    def __init__(self, generators: list[Any], *call: Any) -> None:
+        super().__init__(*call)
+        self.generators = generators
         self._running = dict(enumerate(generators))
         self._headers: dict[int, CallHeader] = {}
         self._payloads: dict[int, Any] = {}  # references
@@ -124,7 +117,7 @@ class RayStream(PendingCall):
             left = deadline - time.monotonic()
             if left <= 0:
                 late = f"rank(s) {sorted(self._running)} of {len(self.generators)}"
-                raise CallTimeout(self.unreported.role, self.method, timeout, late)
+                raise CallTimeout(self.role, self.method, timeout, late)
             ready, _ = ray.wait(list(self._running.values()), timeout=min(_POLL_S, left))
             for rank in [rank for rank, generator in self._running.items() if generator in ready]:
                 yield from self._next(rank)
@@ -154,7 +147,7 @@ class RayStream(PendingCall):
         references = [generator.completed() for generator in self.generators]
         references[rank] = reference
         try:
-            self.processes.wait(references, self.unreported.role, self.method, READY_S)
+            self.processes.wait(references, self.role, self.method, READY_S)
         except (WorkerError, WorkerDied) as error:
             self._error = error
         assert self._error is not None
@@ -174,6 +167,3 @@ class RayStream(PendingCall):
         for _ in self.stream():
             pass
         return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]
-
-    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        return fetch(references, self.deadline_s if timeout is None else timeout)

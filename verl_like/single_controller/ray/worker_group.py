@@ -174,7 +174,7 @@ class RayWorkerGroup(WorkerGroup):
             packed = [pack(value) for value in args], {name: pack(value) for name, value in kwargs.items()}
             message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
             references.append((actor.stream if spec.streams else actor.call).remote(message))
-        return pending(self.processes, self._unreported, spec.name, self.deadline_s, references, collect_ranks)
+        return pending(references, self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
 
     def report_finished_calls(self) -> None:
         """Tell `on_call` about the calls that have finished, also those whose futures nobody waits for."""
