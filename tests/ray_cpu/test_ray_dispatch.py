@@ -197,6 +197,15 @@ def test_a_function_runs_on_rank_zero(four, call):
     assert call(four.execute_func_rank_zero, lambda a, b: a + b, 1, b=2) == 3
 
 
+def test_a_registered_method_is_called_by_its_name_on_every_rank_or_on_rank_zero(four):
+    assert four.execute_all_sync("one_to_all", PerRank([5, 6, 7, 8])) == [(0, 5), (1, 6), (2, 7), (3, 8)]
+    assert four.execute_all_async("rank_zero", x=1).get(timeout=60) == [("overridden", 1)] * 4
+    assert four.execute_rank_zero_sync("one_to_all", [1, 2]) == (0, [1, 2])
+    assert four.execute_rank_zero("all_to_all", 1, y=2).get(timeout=60) == (0, 1, 2)
+    with pytest.raises(ValueError, match="four has no registered method 'shutdown'"):
+        four.execute_all_sync("shutdown")
+
+
 def test_a_registered_mode_of_the_user_is_used(four, call):
     expected = [(0, "a"), (1, "b"), (2, "c"), (3, "d"), (0, "e")]
     assert call(four.cards, ["a", "b", "c", "d", "e"]) == expected

@@ -128,7 +128,7 @@ class Batch:
 
     def __getstate__(self) -> tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]:
         """(number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info). Tensors are views in NumPy
-        arrays, which pickle protocol 5 hands over out of band, without a copy."""
+        arrays, which pickle protocol 5 passes on out of band, without a copy."""
         self.check_consistency()
         meta_info = map_leaves(lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info)
         tensors = {name: to_wire(tensor) for name, tensor in self.tensors().items()}

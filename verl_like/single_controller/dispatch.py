@@ -44,7 +44,7 @@ class Mesh:
         return cls(dp_ranks, [collected[dp_rank] for dp_rank in sorted(collected)])
 
 
-class Group(Protocol):
+class WorkerGroupLike(Protocol):
     """What dispatch functions use of a worker group."""
 
     role: str
@@ -67,7 +67,7 @@ class DispatchMode:
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
-    collect_ranks: Callable[[Group], list[int]] | None = None
+    collect_ranks: Callable[[WorkerGroupLike], list[int]] | None = None
     only_rank_zero: bool = False
 
 
@@ -78,25 +78,25 @@ class PerRank:
         self.values = list(values)
 
 
-def dispatch_each(spread: Callable[[Group, Any], list[Any]]) -> DispatchFn:
+def dispatch_each(spread: Callable[[WorkerGroupLike, Any], list[Any]]) -> DispatchFn:
     """The dispatch function that gives `spread(group, value)`, one entry per rank, of every argument."""
 
-    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
         return tuple(spread(group, value) for value in args), {k: spread(group, v) for k, v in kwargs.items()}
 
     return dispatch
 
 
-def replicate(group: Group, value: Any) -> list[Any]:
+def replicate(group: WorkerGroupLike, value: Any) -> list[Any]:
     return [value] * group.world_size
 
 
-def split_batch(group: Group, value: Any) -> list[Any]:
+def split_batch(group: WorkerGroupLike, value: Any) -> list[Any]:
     """Split a batch, or the future of one, over the ranks; anything else is given to every rank whole."""
     return group.split(value, group.world_size) if isinstance(value, Splittable) else replicate(group, value)
 
 
-def unwrap_per_rank(group: Group, value: Any) -> list[Any]:
+def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
     if not isinstance(value, PerRank):
         return replicate(group, value)
     if len(value.values) != group.world_size:
@@ -106,7 +106,7 @@ def unwrap_per_rank(group: Group, value: Any) -> list[Any]:
     return value.values
 
 
-def one_element_per_rank(group: Group, value: Any) -> list[Any]:
+def one_element_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
     if not isinstance(value, list | tuple) or len(value) != group.world_size:
         size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
         raise ValueError(
@@ -119,7 +119,7 @@ def one_element_per_rank(group: Group, value: Any) -> list[Any]:
 dispatch_one_to_all, dispatch_dp_compute_proto = dispatch_each(replicate), dispatch_each(split_batch)
 
 
-def dispatch_dp_compute_proto_with_func(group: Group, *args: Any, **kwargs: Any) -> Any:
+def dispatch_dp_compute_proto_with_func(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
     if not args or not callable(args[0]):
         raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got {args[0] if args else 'nothing'!r}")
     return dispatch_dp_compute_proto(group, *args, **kwargs)
@@ -144,7 +144,7 @@ def collect_batch(group: Any, outputs: list[Any], order: np.ndarray | None = Non
     return DataProto.concat(outputs, torch.from_numpy(order) if order is not None and has_rows else None)
 
 
-def all_ranks(group: Group) -> list[int]:
+def all_ranks(group: WorkerGroupLike) -> list[int]:
     return list(range(group.world_size))
 
 
@@ -154,7 +154,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
     Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are concatenated.
     """
 
-    def spread(group: Group, value: Any) -> list[Any]:
+    def spread(group: WorkerGroupLike, value: Any) -> list[Any]:
         if not isinstance(value, Splittable):
             return replicate(group, value)
         mesh = group.mesh(mesh_name)

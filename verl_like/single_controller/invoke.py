@@ -24,7 +24,7 @@ class Invoker:
     def __init__(self, node: str) -> None:
         self.node = node
         self.specs: dict[type, dict[str, MethodSpec]] = {}
-        # One loop for the life of the process, so that what an async method opened is still usable in the next call.
+        # One loop for all calls, so that what an async method opened is still usable in the next call.
         self.loop = asyncio.new_event_loop()
 
     def run(

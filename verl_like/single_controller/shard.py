@@ -56,7 +56,7 @@ class ResolvedShard:
     num_real_rows: int
     padded: bool  # some rank of this call holds padding rows
     ordered: bool  # the batch was an Ordered one
-    marked_before: bool  # the batch had a column is_pad of its own
+    marked_before: bool  # the caller's batch had a column is_pad
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Worker:
         return os.environ.get("VERL_LIKE_DEVICE", "cpu")
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where rank 0 of the group may open its store; the port stays reserved for the life of the group."""
+        """Where rank 0 of the group may open its store; the port stays reserved as long as the group lives."""
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:

@@ -40,7 +40,7 @@ class ClassWithInitArgs:
 
 
 @dataclass(frozen=True)
-class GroupFacts:
+class WorkerGroupFacts:
     """What a collect function may ask of a group when it runs on another group's worker."""
 
     role: str
@@ -138,11 +138,11 @@ class WorkerGroup(abc.ABC):
         return self._meshes[mesh_name]
 
     def report_finished_calls(self) -> None:
-        """Tell `on_call` about calls that have finished and that nobody waited for."""
+        """Report to `on_call` the finished calls that nobody waited for."""
         return  # a backend that runs a call at once has reported it
 
     def report(self, method: str, rank: int, header: CallHeader) -> None:
-        """Tell `on_call` about a finished call of one rank."""
+        """Report a finished call of one rank to `on_call`."""
         if self.on_call is not None:
             self.on_call(CallEvent(self.pool, self.role, method, rank, header.started, header.finished))
 
@@ -243,7 +243,7 @@ class ValueFuture(Future[Any]):
 
     def __init__(self, call: PendingCall, collect: CollectFn, group: WorkerGroup) -> None:
         super().__init__(call, functools.partial(collect, group))
-        self._forwarded = functools.partial(collect, GroupFacts(group.role, group.world_size))
+        self._forwarded = functools.partial(collect, WorkerGroupFacts(group.role, group.world_size))
 
     def forwarded(self) -> ForwardedFuture:
         return ForwardedFuture(tuple(self._call.parts()), self._forwarded)

@@ -1,4 +1,4 @@
-"""Calls in flight on the Ray backend, and which of them the driver has not been told the end of."""
+"""Calls in flight on the Ray backend, and the record of those that were not reported as finished yet."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 class UnreportedCalls:
-    """The calls of a group whose end was not reported yet, by the references to their headers: not by their results,
-    which are freed with the calls' futures."""
+    """The calls of a worker group that were not reported as finished yet, by the references to their headers: results
+    are freed with the calls' futures."""
 
     def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
         self.role, self.report = role, report
         self._calls: dict[Any, tuple[str, int]] = {}  # header reference -> (method, rank)
-        self._waited_for: set[Any] = set()  # whoever waits for a call sees its failure
+        self._waited_for: set[Any] = set()  # their failure is raised there, so it is not logged
 
     def add(self, method: str, headers: Sequence[Any]) -> None:
         self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}

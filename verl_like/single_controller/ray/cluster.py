@@ -15,7 +15,7 @@ _POLL_S = 0.2
 
 
 def wait_for_nodes(requests: dict[str, list[Resources]], timeout_s: float) -> list[str]:
-    """The id of a node with room for each node entry of every pool in `requests`, for all of them at once, in order.
+    """A node id for each node entry of every pool in `requests`, in order, such that all of them fit at once.
 
     Resources of groups that were just shut down come back within moments, hence the wait. Raises PlacementError with a
     table: at once if the cluster is too small, after `timeout_s` if others hold what is missing.
@@ -34,10 +34,10 @@ def wait_for_nodes(requests: dict[str, list[Resources]], timeout_s: float) -> li
 
 
 def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
-    """A node for each entry, which is put there whole, so that there is room for all together; None if there is no way.
+    """A node for each entry, such that all of them fit at once; None if they do not. No entry is split over nodes.
 
-    Entries are multiples of one bundle, and a node counts by how many bundles fit: nodes of as many GPUs are alike,
-    however many of their CPUs are free.
+    Entries are multiples of one bundle, and a node counts by how many bundles fit on it: nodes with equally many GPUs
+    count the same, however many of their CPUs are free.
     """
     if not entries:
         return []
@@ -53,22 +53,22 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
     return None if chosen is None else [names[i] for _, i in sorted(zip(largest_first, chosen, strict=True))]
 
 
-def _assign(sizes: list[int], rooms: list[int], hopeless: set[tuple[int, ...]]) -> list[int] | None:
-    """A room for each size; `hopeless` is what was tried before: how many sizes were left, and rooms of what size."""
+def _assign(sizes: list[int], capacities: list[int], failed: set[tuple[int, ...]]) -> list[int] | None:
+    """The index of a capacity for each size; `failed` holds (number of sizes, capacities) without one."""
     if not sizes:
         return []
-    state = len(sizes), *sorted(rooms)
-    too_many = sizes.count(sizes[0]) > sum(room // sizes[0] for room in rooms)
-    if too_many or state in hopeless:
+    state = len(sizes), *sorted(capacities)
+    too_many = sizes.count(sizes[0]) > sum(capacity // sizes[0] for capacity in capacities)
+    if too_many or state in failed:
         return None
     size, *others = sizes
-    for i, room in enumerate(rooms):
-        if room < size or room in rooms[:i]:  # rooms that are alike are tried once
+    for i, capacity in enumerate(capacities):
+        if capacity < size or capacity in capacities[:i]:  # equal capacities are tried once
             continue
-        chosen = _assign(others, [*rooms[:i], room - size, *rooms[i + 1 :]], hopeless)
+        chosen = _assign(others, [*capacities[:i], capacity - size, *capacities[i + 1 :]], failed)
         if chosen is not None:
             return [i, *chosen]
-    hopeless.add(state)
+    failed.add(state)
     return None
 
 

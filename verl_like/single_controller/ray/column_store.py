@@ -37,8 +37,8 @@ class ColumnStore:
         self._ray = ""
 
     def put(self, data: DataProto) -> StoredBatch:
-        """References to the columns; small ones and meta_info go along. Arrays are put anew, as nothing tells whether
-        they were written into."""
+        """References to the columns; small ones and meta_info are in the result itself. Arrays are put anew in each
+        call, because writes into them are not counted."""
         context = ray.get_runtime_context()
         # The first driver of every cluster has the same id, and every driver on a node the same node.
         this_ray = context.get_node_id() + context.get_worker_id()

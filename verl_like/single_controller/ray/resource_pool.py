@@ -23,7 +23,7 @@ _groups_on_bundle: collections.Counter[tuple[str, int]] = collections.Counter()
 
 
 class RayResourcePool(ResourcePool):
-    """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first group asks for them.
+    """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first worker group starts.
 
     Args:
         process_on_nodes: processes per node; all processes of one entry are on one node.

@@ -21,7 +21,7 @@ ANSWER_DEADLINE_S = 8.0
 
 
 def cluster_address(configured: str | None) -> str | None:
-    """The cluster that a run joins: the configured one, or that of RAY_ADDRESS; None if it starts a Ray of its own."""
+    """The cluster that a run joins: the configured one, or that of RAY_ADDRESS; None if it starts a new one."""
     address = configured or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address or None
 
@@ -39,7 +39,7 @@ def require_cluster(address: str) -> None:
             host, _, port = found.rpartition(":")
             socket.create_connection(
                 (host.strip("[]"), int(port)), ANSWER_DEADLINE_S
-            ).close()  # tells a dead one at once
+            ).close()  # fails at once if nothing listens
             GcsClient(address=found)
             answer.put(None)
         except Exception as error:  # whatever it is, it is why there is no answer
@@ -58,7 +58,7 @@ def require_cluster(address: str) -> None:
 
 
 def start_ray(address: str | None, num_cpus: int | None) -> None:
-    """Joins the cluster at `address`, or starts a Ray of this run's own, whatever else runs on this machine.
+    """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on this machine.
 
     Raises:
         PlacementError: there is no cluster at the address, or this machine is not a part of it.

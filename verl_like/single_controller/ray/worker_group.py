@@ -53,8 +53,8 @@ class RayWorkerGroup(WorkerGroup):
         detached: the processes outlive the driver; needs a detached pool. `from_detached` attaches to them.
         worker_env: further environment variables of the processes.
         deadline_s: how long a call may take, in seconds, where `.get(timeout)` does not say otherwise.
-        on_call: is told about every finished call of every rank, at the latest on shutdown; about a stream when it was
-            read to its end.
+        on_call: gets the CallEvent of every finished call of every rank, at the latest on shutdown; of a stream, when
+            it was read to its end.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending(references, self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
 
     def report_finished_calls(self) -> None:
-        """Tell `on_call` about the calls that have finished, also those whose futures nobody waits for."""
+        """Report the finished calls to `on_call`, also those whose futures nobody waits for."""
         self._unreported.report_finished({})
 
     def shutdown(self) -> None:
