@@ -38,18 +38,21 @@ class UnreportedCalls:
     def report_finished(self, known: dict[Any, CallHeader]) -> None:
         """Report the calls that have finished, also those whose futures nobody waits for; `known` headers are not
         fetched again."""
-        calls = list(self._calls)
-        ready = ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []
-        for reference in ready:
-            method, rank = self._calls.pop(reference)
+        for reference, header in known.items():
+            self._report(reference, header)
+        waiting = list(self._calls)
+        for reference in ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
             try:
-                header = known.get(reference) or unpack(ray.get(reference, timeout=READY_S))
+                self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
             except RayError as error:
+                method, _ = self._calls.pop(reference)
                 if reference not in self._waited_for:
                     _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
-            else:
-                self.report(method, rank, header)
         self._waited_for &= self._calls.keys()
+
+    def _report(self, reference: Any, header: CallHeader) -> None:
+        if reference in self._calls:
+            self.report(*self._calls.pop(reference), header)
 
 
 class _CallOnRanks(PendingCall):

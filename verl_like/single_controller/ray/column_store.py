@@ -45,12 +45,13 @@ class ColumnStore:
         if this_ray != self._ray:  # references are of no use to another Ray than the one they came from
             self._columns.clear()
             self._ray = this_ray
-        stored = {name: column for name, tensor in data.tensors().items() if (column := self._find(tensor)) is not None}
-        fresh = {name: to_wire(tensor) for name, tensor in data.tensors().items() if name not in stored}
+        tensors = data.tensors()
+        stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
+        fresh = {name: to_wire(tensor) for name, tensor in tensors.items() if name not in stored}
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put([pack_column(wire) for wire in fresh.values()])
             for index, name in enumerate(fresh):
-                stored[name] = self._remember(data.tensors()[name], segment, index)
+                stored[name] = self._remember(tensors[name], segment, index)
             fresh = {}
         rest: Any = pack_batch(data.select(batch_keys=list(fresh)))
         segments = list({column.segment for column in stored.values()})
