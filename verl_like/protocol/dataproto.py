@@ -215,7 +215,7 @@ class DataProto(Batch):
 
     @staticmethod
     def concat(data: Sequence["DataProto"], order: torch.Tensor | None = None) -> "DataProto":
-        """The rows of all parts, one part after the other. With `order` (rows,) int64, a permutation, row i of the
+        """The rows of all parts, one part after the other. With `order` (B,) int64, a permutation, row i of the
         parts becomes row order[i] of the result. A part without rows adds only its meta_info.
 
         meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into lists, anything else

@@ -33,14 +33,14 @@ def check_tensor_column(place: str, column: Any) -> None:
 
 
 def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values (sum of lengths, ...), offsets (rows + 1,)) of a jagged tensor (rows, ragged, ...), as views of it where
+    """(values (sum of lengths, ...), offsets (B + 1,)) of a jagged tensor (B, ragged, ...), as views of it where
     it is contiguous."""
     column = column.contiguous()  # closes the holes that torch.nested.narrow leaves
     return column.values(), cast(Any, column).offsets()
 
 
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The inverse of `jagged_parts`, by row lengths (rows,)."""
+    """The inverse of `jagged_parts`, by row lengths (B,)."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
@@ -161,7 +161,7 @@ def _signature(column: ColumnData) -> str:
 
 
 def unfold_column(name: str, column: ColumnData, n_split: int) -> ColumnData:
-    """Copy of (rows, length, ...) as (rows * n_split, length / n_split, ...). ValueError if it does not divide."""
+    """Copy of (B, length, ...) as (B * n_split, length / n_split, ...). ValueError if it does not divide."""
     if is_jagged(column):
         values, offsets = jagged_parts(column)
         lengths = offsets.diff()

@@ -77,8 +77,8 @@ def split_tensordict(
 
 def join_tensordict(batch: TensorDict, arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> TensorDict:
     """New TensorDict that also holds the arrays, by element, and the meta_info. ValueError if a name is used twice."""
-    places = [set(map(str, batch.keys())), set(arrays), set(meta_info)]
-    twice = (places[0] & places[1]) | (places[0] & places[2]) | (places[1] & places[2])
+    used = [*map(str, batch.keys()), *arrays, *meta_info]
+    twice = {name for name in used if used.count(name) > 1}
     if twice:
         raise ValueError(f"to_tensordict: {names(twice)} used more than once among columns and meta_info; rename one.")
     result = batch.copy()
