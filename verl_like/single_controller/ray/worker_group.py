@@ -168,13 +168,13 @@ class RayWorkerGroup(WorkerGroup):
         self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
     ) -> PendingCall:
         self.processes.check_running()
-        pending = RayStream if spec.streams else RayCall
         references = []
         for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False)):
             packed = [pack(value) for value in args], {name: pack(value) for name, value in kwargs.items()}
             message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
             references.append((actor.stream if spec.streams else actor.call).remote(message))
-        return pending(references, self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
+        call = (self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
+        return RayStream(references, *call) if spec.streams else RayCall(references, *call)
 
     def report_finished_calls(self) -> None:
         """Report the finished calls to `on_call`, also those whose futures nobody waits for."""
