@@ -23,7 +23,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 class ColocatedClassWithInitArgs:
-    """Several roles for one process per rank; `RayWorkerGroup.spawn` gives a group for each."""
+    """One process per rank that holds a worker of each role; their calls run one at a time. `RayWorkerGroup.spawn` gives
+    a group for each."""
 
     def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
         if not class_dict:
@@ -31,12 +32,8 @@ class ColocatedClassWithInitArgs:
         self.class_dict = dict(class_dict)
 
 
-def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ColocatedClassWithInitArgs:
-    """One process per rank that holds a worker of each role; their calls run one at a time."""
-    return ColocatedClassWithInitArgs(class_dict)
-
-
-create_colocated_worker_raw_cls = create_colocated_worker_cls  # verl's name for the class without ray.remote
+# verl's names; the second is there for the class without ray.remote, which is none here.
+create_colocated_worker_cls = create_colocated_worker_raw_cls = ColocatedClassWithInitArgs
 
 
 class RayWorkerGroup(WorkerGroup):
