@@ -23,8 +23,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 class ColocatedClassWithInitArgs:
-    """One process per rank that holds a worker of each role; their calls run one at a time. `RayWorkerGroup.spawn` gives
-    a group for each."""
+    """One process per rank that holds a worker of each role; their calls run one at a time.
+
+    `RayWorkerGroup.spawn` gives a group for each role.
+    """
 
     def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
         if not class_dict:
