@@ -189,8 +189,8 @@ class BoundMethod:
         then the call's only batch: the results go by it."""
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
-        if all(isinstance(batch, DataProto) for batch in plain):
-            check_reads(self.group.role, self.spec, plain)
+        if not any(isinstance(batch, DataProtoFuture) for batch in plain):
+            check_reads(self.group.role, self.spec, [batch for batch in plain if isinstance(batch, DataProto)])
         ordered = [value for value in batches if isinstance(value, Ordered)]
         if not ordered:
             return None
