@@ -85,7 +85,8 @@ class WorkerProcess:
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
         """Like `call`, for a method that yields: what it yields, as it comes, then the header, then the result."""
-        yield from map(pack, self._run(message))
+        for output in self._run(message):
+            yield pack(output)
 
     def _run(self, message: Message) -> Iterator[Any]:
         role, method, args, kwargs, deadline_s, _ = message
