@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
+from columns_page import render_columns_table
 from config_page import render_config_page
-
-from verl_like.protocol.columns import render_columns_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -4,9 +4,8 @@ import sys
 
 from source_tree import ROOT
 
-from verl_like.protocol.columns import render_columns_table
-
 sys.path.append(str(ROOT / "scripts"))
+from columns_page import render_columns_table
 from config_page import render_config_page
 
 
