@@ -14,7 +14,7 @@ from benchmarks.sides.gpu_kernels import report_peak, start_peak
 from benchmarks.sides.gpu_process import seconds_of
 from verl_like.protocol import DataProto, metric_values
 from verl_like.workers.actor import ActorWorker
-from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.weight_sync import check_exports, fingerprint_tensor, iterate_weights

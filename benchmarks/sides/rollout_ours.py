@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.rollout_data import LONGEST, NUM_PROMPTS, PROMPT_LENGTH, VOCABULARY, lengths, prompts
 from verl_like.protocol import DataProto
-from verl_like.workers.config import RolloutConfig, TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout.base import Sampling
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 from verl_like.workers.weight_sync import collect_weights

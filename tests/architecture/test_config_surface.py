@@ -11,7 +11,7 @@ from verl_like.trainer.config import PPOConfig
 from verl_like.trainer.config.compose import leaves
 
 MAX_LEAVES = 150
-CONFIG_FILES = [PACKAGE / "workers/config.py", *python_files(PACKAGE / "trainer/config")]
+CONFIG_FILES = [*python_files(PACKAGE / "workers/config", PACKAGE / "trainer/config")]
 
 
 def test_the_entry_point_has_at_most_150_keys():

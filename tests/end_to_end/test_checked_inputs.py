@@ -17,7 +17,7 @@ from verl_like.trainer import ppo_inputs
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_workers import check_pools_fit_this_machine
-from verl_like.workers.config import TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.pretrained import load_tokenizer
 
 OWN_ALGORITHMS = """

@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, pad_dataproto_to_divisor
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.rollout import FinishedSample, base, build_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 

@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
-from verl_like.workers.config import RolloutConfig, SamplingConfig, TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.rollout import RolloutEngine, RolloutError, base, build_rollout_engine
 from verl_like.workers.rollout.base import (
     Completion,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
-from verl_like.workers.config import PolicyModelConfig
+from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import pack

@@ -11,7 +11,7 @@ import ray
 from verl_like.trainer import object_store
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.object_store import check_object_store, step_bytes
-from verl_like.workers.config import ModelConfig
+from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.pretrained import fetch_weights
 
 GIB = 2**30

@@ -25,7 +25,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, PolicyModelConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig
+from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import linear_log_prob
 from verl_like.workers.models.attention import choose_attention, packed_varlen
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel

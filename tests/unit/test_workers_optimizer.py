@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_like.workers.config import ActorOptimConfig
+from verl_like.workers.config.engine import ActorOptimConfig
 from verl_like.workers.engine.optimizer import learning_rate
 
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from verl_like.workers.config import TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.pretrained import check_tokenizer, load_tokenizer, save_pretrained
 
 TEXT = "hello world\nhow are you"

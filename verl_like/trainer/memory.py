@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role, process_groups
-from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
 from verl_like.workers.models.pretrained import decoder_layers, load_hf_config
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching

@@ -12,7 +12,7 @@ from verl_like.algorithms.registry import call_by_name, read_options, required_i
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
-from verl_like.workers.config import ActorRolloutRefConfig
+from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroMetrics,

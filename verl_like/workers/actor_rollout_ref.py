@@ -3,7 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl_like.workers.config import ActorRolloutRefConfig, ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import Rows
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import PolicyModel

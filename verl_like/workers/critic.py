@@ -6,7 +6,7 @@ from transformers import AutoModelForTokenClassification
 from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_like.workers.config import CriticConfig
+from verl_like.workers.config.roles import CriticConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroMetrics,

@@ -8,7 +8,9 @@ import torch
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.config import ActorConfig, CriticConfig, ForwardFsdpConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
-from verl_like.workers.config import RewardModelConfig
+from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.engine.mini_batches import Rows, forward, to_rows
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import RewardModel

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Strict
 
-from verl_like.config_model import ConfigModel, Follows
-from verl_like.workers.config import PositiveInt
+from verl_like.config_model import ConfigModel, Follows, PositiveInt
 
 
 def list_of_one(value: object) -> object:

@@ -1,4 +1,4 @@
-"""The whole configuration of a PPO run: what the trainer reads, around what the workers read (workers/config.py)."""
+"""The whole configuration of a PPO run: what the trainer reads, around what the workers read (workers/config)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
-from verl_like.config_model import ConfigModel, OpenConfigModel
+from verl_like.config_model import ConfigModel, OpenConfigModel, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
-from verl_like.workers.config import (
-    ActorRolloutRefConfig,
-    CriticConfig,
-    KlPenalty,
-    PositiveInt,
-    RewardModelConfig,
-)
+from verl_like.workers.config.roles import ActorRolloutRefConfig, CriticConfig, KlPenalty, RewardModelConfig
 
 
 def _refuse_zero(value: int) -> int:

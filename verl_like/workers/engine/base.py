@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PretrainedConfig
 
-from verl_like.workers.config import TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.planning.flops import ModelCost
 

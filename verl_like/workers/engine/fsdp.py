@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from verl_like.workers.config import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import StepResult, TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh

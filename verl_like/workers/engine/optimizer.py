@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from verl_like.workers.config import OptimConfig
+from verl_like.workers.config.engine import OptimConfig
 
 
 def build_optimizer(parameters: list[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

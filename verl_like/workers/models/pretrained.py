@@ -22,7 +22,8 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from verl_like.workers.config import ForwardFsdpConfig, ModelConfig, TrainedFsdpConfig, TrainedModelConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PretrainedConfig
 
-from verl_like.workers.config import RefConfig, RolloutConfig
+from verl_like.workers.config.roles import RefConfig
+from verl_like.workers.config.rollout import RolloutConfig
 
 # Legend: B rows of a batch.
 

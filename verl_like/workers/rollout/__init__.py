@@ -1,6 +1,7 @@
 """Rollout engines: `build_rollout_engine` makes the one that the configuration names."""
 
-from verl_like.workers.config import RolloutConfig, TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout.base import FinishedSample, RolloutEngine, RolloutError
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.vllm_engine import VllmEngine

@@ -17,7 +17,8 @@ import torch
 from transformers import GenerationConfig
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
-from verl_like.workers.config import RolloutConfig, TrainedModelConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights

@@ -1,0 +1,95 @@
+"""Settings of the engine that runs and trains a model: sharding and optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from verl_like.config_model import ConfigModel, NonNegativeFloat
+from verl_like.workers.config.models import TrainingDtype
+
+
+class FsdpConfig(ConfigModel):
+    """How the parameters of a model are sharded and stored."""
+
+    param_offload: bool = False
+    """Keep the parameters in host memory while the model is idle."""
+    dtype: TrainingDtype = "bfloat16"
+    """Data type in which layers compute: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+
+
+class ForwardFsdpConfig(FsdpConfig):
+    """A model that is only run forward is stored in its computing data type and sharded over all ranks."""
+
+    @property
+    def model_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def fsdp_size(self) -> int:
+        return -1
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return True
+
+
+class TrainedFsdpConfig(FsdpConfig):
+    """A trained model also has stored weights of higher precision, an optimizer state and a backward pass."""
+
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory except during the optimizer step."""
+    fsdp_size: Annotated[int, Field(ge=-1)] = -1
+    """Ranks one copy of the parameters is sharded over; -1 means all ranks of the pool. It divides the pool's size."""
+    model_dtype: TrainingDtype = "float32"
+    """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass, and
+    keep only a shard of its gradient between micro-batches. false is for models whose parameters and float32 gradients
+    fit on every device: gradients then travel once an optimizer step. One rank alone gathers and frees nothing."""
+
+    @field_validator("fsdp_size")
+    @classmethod
+    def fsdp_size_is_all_ranks_or_positive(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("expected -1 (all ranks) or a positive number of ranks")
+        return value
+
+
+class OptimConfig(ConfigModel):
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegativeFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up: constant, or cosine or linear decay to 0 at the end of the run."""
+    lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
+    """Training steps of linear warm-up; -1 means lr_warmup_steps_ratio decides."""
+    lr_warmup_steps_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Warm-up as a fraction of all training steps; used while lr_warmup_steps is -1."""
+
+    @model_validator(mode="after")
+    def warm_up_is_given_once(self) -> OptimConfig:
+        if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
+            raise ValueError(
+                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} both "
+                "set the warm-up; give one of them (lr_warmup_steps=-1 or lr_warmup_steps_ratio=0 switches one off)"
+            )
+        return self
+
+
+class ActorOptimConfig(OptimConfig):
+    """AdamW for the actor."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+
+
+class CriticOptimConfig(OptimConfig):
+    """AdamW for the critic."""
+
+    lr: NonNegativeFloat = 1e-5
+    """Peak learning rate."""

@@ -1,0 +1,79 @@
+"""Settings of a model: where it comes from and how its layers compute."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from verl_like.config_model import ConfigModel
+
+_DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _spell_out_dtype(value: object) -> object:
+    return _DTYPE_SYNONYMS.get(value, value) if isinstance(value, str) else value
+
+
+# The names are torch's, so a worker turns one into a dtype with getattr(torch, name).
+TrainingDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_spell_out_dtype)]
+RolloutDtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_spell_out_dtype)]
+
+
+class ModelConfig(ConfigModel):
+    """A pretrained model that is only run forward."""
+
+    path: str
+    """Folder or hub name of the pretrained model."""
+    trust_remote_code: bool = False
+    """Whether code that ships with the model may run on this machine. Keep it off for models you have not read."""
+    override_config: dict[str, Any] = Field(default={})
+    """Attributes that replace those of the model's own configuration, e.g. {attention_dropout: 0.0}; and
+    attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or flash_attention_2, by default the
+    fastest there is."""
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """The requested attention; None picks the fastest."""
+        return self.override_config.get("attn_implementation")
+
+    @property
+    def hf_overrides(self) -> dict[str, Any]:
+        """`override_config` without the choice of attention, which is ours and not the model's."""
+        return {name: value for name, value in self.override_config.items() if name != "attn_implementation"}
+
+    @field_validator("override_config")
+    @classmethod
+    def attention_is_one_of_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        choices = ("sdpa", "varlen", "flash_attention_2")
+        requested = value.get("attn_implementation")
+        if requested not in (None, *choices):
+            raise ValueError(f"attn_implementation={requested}: expected {', '.join(choices)} or none")
+        return value
+
+
+class TrainedModelConfig(ModelConfig):
+    """A pretrained model that is also trained and saved."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    enable_activation_offload: bool = False
+    """Keep what the backward pass needs of each layer in host memory until it is needed."""
+    use_torch_compile: bool = False
+    """Compile the layers with torch.compile: a slow first step, then fewer and larger kernels."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub name of the tokenizer that is saved with the model."""
+        return self.path
+
+
+class PolicyModelConfig(TrainedModelConfig):
+    """The policy's pretrained model."""
+
+    tokenizer_path: str | None = None
+    """Folder or hub name of the tokenizer; null means the model's own."""
+
+    @property
+    def tokenizer(self) -> str:
+        return self.tokenizer_path or self.path

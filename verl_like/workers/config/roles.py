@@ -1,0 +1,171 @@
+"""Settings of the roles: actor, reference, rollout, critic, reward model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, OpenConfigModel, PositiveInt
+from verl_like.workers.config.engine import ActorOptimConfig, CriticOptimConfig, ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
+from verl_like.workers.config.rollout import RolloutConfig
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlPenalty = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+
+
+class PolicyLossConfig(OpenConfigModel):
+    """Which policy loss the actor minimises."""
+
+    loss_mode: str = "vanilla"
+    """Registered policy loss; vanilla is PPO's clipped loss with dual clip."""
+
+
+class ActorConfig(OpenConfigModel):
+    """The trained policy."""
+
+    ppo_mini_batch_size: PositiveInt = 256
+    """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens, up to ppo_max_token_len_per_gpu, instead of by responses: faster where lengths
+    differ, with the same loss."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens, without padding, of a forward and backward pass on one rank, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one; a token limit counts for each
+    of them. It divides the pool's size. The reference policy follows."""
+    clip_ratio: NonNegativeFloat = 0.2
+    """Clip range of the probability ratio: [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: Annotated[NonNegativeFloat, Follows("${actor_rollout_ref.actor.clip_ratio}")]
+    """Lower clip range, 1 - clip_ratio_low."""
+    clip_ratio_high: Annotated[NonNegativeFloat, Follows("${actor_rollout_ref.actor.clip_ratio}")]
+    """Upper clip range, 1 + clip_ratio_high."""
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """Dual-clip PPO: bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
+    seq-mean-token-sum-norm (divided by the padded response length)."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus that is subtracted from the loss; 0 switches it off."""
+    use_kl_loss: bool = False
+    """Add the KL divergence to the reference policy to the loss (GRPO). May be combined with
+    algorithm.use_kl_in_reward; both terms then apply."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL loss."""
+    kl_loss_type: KlPenalty = "low_var_kl"
+    """Per-token KL estimator of the KL loss: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing + keeps the value
+    and takes the gradient of k2."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over one batch of experience."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    optim: ActorOptimConfig = ActorOptimConfig()
+    fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
+
+    @model_validator(mode="after")
+    def clip_ratio_is_not_overruled(self) -> ActorConfig:
+        default = type(self).model_fields["clip_ratio"].default
+        if self.clip_ratio != default and self.clip_ratio not in (self.clip_ratio_low, self.clip_ratio_high):
+            raise ValueError(
+                f"clip_ratio={self.clip_ratio} has no effect because clip_ratio_low={self.clip_ratio_low} and "
+                f"clip_ratio_high={self.clip_ratio_high} are both set; remove clip_ratio or one of the two"
+            )
+        return self
+
+
+class RefConfig(ConfigModel):
+    """The frozen reference policy."""
+
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}")
+    ]
+    """Responses per forward pass on one rank when reference log-probabilities are computed."""
+    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
+    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
+    log_prob_max_token_len_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    ]
+    """Most tokens, without padding, of such a pass on one rank."""
+    fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
+
+
+class ActorRolloutRefConfig(ConfigModel):
+    """The policy in its three roles: actor, rollout, ref."""
+
+    model: PolicyModelConfig
+    actor: ActorConfig
+    ref: RefConfig
+    rollout: RolloutConfig
+
+
+class CriticModelConfig(TrainedModelConfig):
+    """The critic's pretrained model; a scalar value head replaces its language-model head."""
+
+    path: Annotated[str, Follows("${actor_rollout_ref.model.path}")]
+    """Folder or hub name of the pretrained model."""
+    fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
+
+
+class CriticConfig(ConfigModel):
+    """The value function of PPO."""
+
+    enable: bool | None = None
+    """Train a critic; null means only where the advantage estimator needs values (gae)."""
+    model: CriticModelConfig
+    optim: CriticOptimConfig = CriticOptimConfig()
+    ppo_mini_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]
+    """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    forward_micro_batch_size_per_gpu: Annotated[PositiveInt, Follows("${critic.ppo_micro_batch_size_per_gpu}")]
+    """Responses per forward pass on one rank when values are computed."""
+    use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
+    """Fill micro-batches by tokens, up to the two limits below, instead of by responses."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Most tokens, without padding, of a forward and backward pass on one rank, with use_dynamic_bsz."""
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, Follows("${critic.ppo_max_token_len_per_gpu}")]
+    """Most tokens of a forward pass on one rank when values are computed, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one; a token limit counts for each
+    of them. It divides the pool's size."""
+    ppo_epochs: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_epochs}")]
+    """Passes over one batch of experience."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    cliprange_value: Annotated[float, Field(gt=0)] = 0.5
+    """Clip range of the new value around the old one in the value loss."""
+    loss_agg_mode: Annotated[LossAggMode, Follows("${actor_rollout_ref.actor.loss_agg_mode}")]
+    """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
+    seq-mean-token-sum-norm (divided by the padded response length)."""
+
+
+class RewardModelModelConfig(ModelConfig):
+    """The reward model's pretrained sequence classifier."""
+
+    path: str | None = None
+    """Folder or hub name of the pretrained reward model; needed when reward_model.enable is true."""
+    fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
+
+
+class RewardModelConfig(ConfigModel):
+    """A learned reward that scores whole responses."""
+
+    enable: bool = False
+    """Score every response with a reward model. Rules are added to it: a custom_reward_function on every row, the
+    built-in rewards on rows whose reward_model.style is not "model"."""
+    model: RewardModelModelConfig = RewardModelModelConfig()
+    micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward pass on one rank."""
+    use_dynamic_bsz: Annotated[bool, Follows("${critic.use_dynamic_bsz}")]
+    """Fill those passes by tokens, up to forward_max_token_len_per_gpu, instead of by responses."""
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, Follows("${critic.forward_max_token_len_per_gpu}")]
+    """Most tokens, without padding, of such a pass on one rank."""

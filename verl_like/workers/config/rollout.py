@@ -1,0 +1,80 @@
+"""Settings of the engine that generates responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
+from verl_like.workers.config.models import RolloutDtype
+
+
+class SamplingConfig(ConfigModel):
+    """How responses are sampled in validation."""
+
+    temperature: NonNegativeFloat = 0.0
+    """Softmax temperature; 0 decodes greedily."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k most likely tokens; -1 means all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens that hold this share of the probability."""
+    n: PositiveInt = 1
+    """Responses per prompt."""
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether responses are sampled rather than decoded greedily."""
+        return self.temperature > 0
+
+    @model_validator(mode="after")
+    def several_responses_are_sampled(self) -> SamplingConfig:
+        if self.n > 1 and not self.do_sample:
+            raise ValueError(f"n={self.n} greedy responses to one prompt are all the same; set temperature > 0 or n=1")
+        return self
+
+
+class RolloutConfig(ConfigModel):
+    """The engine that generates responses."""
+
+    name: Literal["vllm", "hf"] = "vllm"
+    """Engine: vllm, or hf (transformers; small and slow, for debugging)."""
+    prompt_length: Annotated[PositiveInt, Follows("${data.max_prompt_length}")]
+    """Padded prompt length in tokens."""
+    response_length: Annotated[PositiveInt, Follows("${data.max_response_length}")]
+    """Longest response in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Softmax temperature; log-probabilities everywhere are taken at the same temperature."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k most likely tokens; -1 means all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens that hold this share of the probability."""
+    n: PositiveInt = 1
+    """Responses per prompt; GRPO needs at least 2."""
+    ignore_eos: bool = False
+    """Generate response_length tokens even after the end-of-sequence token; for measuring speed."""
+    dtype: RolloutDtype = "bfloat16"
+    """Data type of the engine's weights: bfloat16, float16 or float32 (fp32, bf16 and fp16 mean the same)."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Processes that share one engine. It divides the number of processes of the rollout's pool."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the device's memory for the engine's weights and key-value cache."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs: starts faster, decodes slower."""
+    free_cache_engine: bool = True
+    """Free the engine's weights and cache while training runs; for pools that roll out and train in turn."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Most tokens the engine processes in one iteration; null means vLLM's own number for the GPU (16384 with 70 GiB or
+    more, A100: 8192) and 8192 on a CPU. On a CPU it is at least the longest sequence."""
+    max_num_seqs: PositiveInt | None = None
+    """Most sequences the engine processes at once; null means vLLM's own number for the GPU (1024 with 70 GiB or more,
+    A100: 256), and 256 on a CPU and for the hf engine."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward pass on one rank when the actor recomputes log-probabilities."""
+    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
+    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
+    log_prob_max_token_len_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    ]
+    """Most tokens, without padding, of such a pass on one rank."""
+    val_kwargs: SamplingConfig = SamplingConfig()
