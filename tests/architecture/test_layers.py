@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from source_tree import PACKAGE, parse, python_files, relative
 
+from verl_like.workers.engine.base import TrainingEngine
+
 LAYER = {
     "config_model": 0,
     "protocol": 0,
@@ -129,6 +131,17 @@ def test_rooms_of_the_workers_import_those_below_and_the_trainer_no_engine():
     inside = [(a, b) for a, b in used if a.startswith("verl_like.workers.") and room(a) != room(b)]
     upward = [(a, b) for a, b in inside if ROOMS[room(b)] >= ROOMS[room(a)]]
     assert inside and not upward + reached, upward + reached
+
+
+def test_roles_use_nothing_of_their_engine_but_the_protocol():
+    files = [
+        *(PACKAGE / "workers").glob("*.py"),
+        *(PACKAGE / f"workers/engine/{n}.py" for n in ("mini_batches", "throughput")),
+    ]
+    attributes = [node for path in files for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value) in ("engine", "self.engine")}
+    known = vars(TrainingEngine).keys() | TrainingEngine.__annotations__.keys()
+    assert used and not used - known, f"put these into TrainingEngine, or keep them in the engine: {used - known}"
 
 
 def test_there_is_no_utils_package():

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from verl_like.config_model import Follows, PositiveInt
 from verl_like.trainer.config import RunConfig
 from verl_like.trainer.config.command_line import config_from_command_line
 from verl_like.trainer.config.run_config import RecordConfig
 from verl_like.trainer.display import Display
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.workers.config import Follows, PositiveInt
 
 
 class DescentConfig(RecordConfig):

@@ -22,7 +22,7 @@ from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo_workers import build_role_worker_mapping, check_pools_fit_this_machine, import_worker_class
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward_columns
-from verl_like.workers.config import ModelConfig
+from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import (
     check_sequence_length,
