@@ -5,7 +5,7 @@ from pathlib import Path
 
 from source_tree import PACKAGE, ROOT, parse, python_files, relative
 
-from verl_like.workers.config import PolicyLossConfig
+from verl_like.workers.config.roles import PolicyLossConfig
 
 # From the entry point to the engine: each file calls the next by this name.
 WALK = ("run_ppo", "RayPPOTrainer", "learn", "update_actor", "update", "on_device")
