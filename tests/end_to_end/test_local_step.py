@@ -1,9 +1,11 @@
 """The dataflow in one process, without Ray: the debugger's way in, and the shortest one for a reader."""
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -31,10 +33,11 @@ class LocalTrainer(RayPPOTrainer):
         }
 
 
-def run_locally(
+@contextlib.contextmanager
+def local_trainer(
     folder: Path, tiny_llama: Callable, *settings: str, steps: int = 2, with_rules: bool = True
-) -> RunRecorder:
-    """Some steps in this process; what is in `folder` then is as after any run."""
+) -> Iterator[LocalTrainer]:
+    """A trainer in this process whose workers are ready."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
     config = ppo_inputs.with_training_steps(load_ppo_config(settings), steps)
@@ -48,11 +51,17 @@ def run_locally(
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
     )  # fmt: skip
     trainer.init_workers()
-    trainer.fit()
+    yield trainer
     if rewards:
         rewards.close()
     recorder.close("Done.")
-    return recorder
+
+
+def run_locally(folder: Path, tiny_llama: Callable, *settings: str, **options: Any) -> RunRecorder:
+    """Some steps in this process; what is in `folder` then is as after any run."""
+    with local_trainer(folder, tiny_llama, *settings, **options) as trainer:
+        trainer.fit()
+    return trainer.recorder
 
 
 def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_llama: Callable):

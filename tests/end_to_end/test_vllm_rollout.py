@@ -200,14 +200,14 @@ def test_weights_arrive_before_and_after_an_update(process: Any, tied_model: Mod
     report = call(process, "load_weights", export(model, 1), 1)
     before = call(process, "generate_sequences", prompt_batch())
     assert_generated_by(model, before)
-    assert before.batch["policy_version"].tolist() == [1] * 12
+    assert [spans[0][0] for spans in before.non_tensor_batch["policy_version"]] == [1] * 12
     assert report["num_bytes"] == 4 * sum(parameter.numel() for parameter in model.parameters())
 
     other = scaled(model, 0.8)
     call(process, "load_weights", export(other, 2), 2)
     after = call(process, "generate_sequences", prompt_batch())
     assert_generated_by(other, after)
-    assert after.batch["policy_version"].tolist() == [2] * 12
+    assert [spans[0][0] for spans in after.non_tensor_batch["policy_version"]] == [2] * 12
     assert not torch.equal(before.batch["responses"], after.batch["responses"])
 
 

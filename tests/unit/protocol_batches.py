@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import object_array
 
 
 def jagged(rows: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,7 @@ def _objects(rng: np.random.Generator, rows: int) -> list[Any]:
 TENSORS = {
     "input_ids": lambda rng, rows: torch.from_numpy(rng.integers(0, 99, size=(rows, 4))),
     "values": _float_column,
-    "policy_version": lambda rng, rows: torch.from_numpy(rng.integers(0, 9, size=rows)),
+    "counts": lambda rng, rows: torch.from_numpy(rng.integers(0, 9, size=rows)),
     "mask": lambda rng, rows: torch.from_numpy(rng.integers(0, 2, size=(rows, 2)).astype(bool)),
     "half": lambda rng, rows: torch.from_numpy(rng.normal(size=(rows, 2))).to(torch.bfloat16),
     "no_width": lambda rng, rows: torch.zeros(rows, 0),
@@ -49,6 +50,7 @@ TENSORS = {
 }
 ARRAYS = {
     "uid": lambda rng, rows: np.array([f"0-{i}" for i in range(rows)], dtype=object),
+    "policy_version": lambda rng, rows: object_array([((7, 0, i), (8, i, int(rng.integers(9)))) for i in range(rows)]),
     "objects": lambda rng, rows: DataProto.from_dict(non_tensors={"x": _objects(rng, rows)}).non_tensor_batch["x"],
     "numbers": lambda rng, rows: rng.integers(0, 9, size=(rows, 2)),
     "words": lambda rng, rows: np.array(["a" * (i % 3) for i in range(rows)], dtype="<U3"),

@@ -92,7 +92,8 @@ def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_th
     assert columns["position_ids"][2].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
     assert columns["rollout_log_probs"][2].tolist() == [-4.0, 0.0, 0.0, 0.0]
     assert columns["rollout_log_probs"].dtype == torch.float32
-    assert columns["policy_version"].tolist() == [9, 9, 9, 9]
+    versions = output.non_tensor_batch["policy_version"]
+    assert versions.tolist() == [((9, 0, 3),), ((9, 0, 4),), ((9, 0, 1),), ((9, 0, 2),)]
     integers = ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids")
     assert {columns[name].dtype for name in integers} == {torch.int64}
 
@@ -101,7 +102,8 @@ def test_the_responses_of_a_prompt_follow_each_other(model: tuple[str, LlamaForC
     output = make_engine(model).generate_sequences(prompt_batch())
     padded = prompt_batch().batch["input_ids"].tolist()
     assert output.batch["prompts"].tolist() == [padded[i] for i in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
-    assert output.batch["policy_version"].tolist() == [7] * 9
+    lengths = output.batch["response_mask"].sum(-1).tolist()
+    assert output.non_tensor_batch["policy_version"].tolist() == [((7, 0, length),) for length in lengths]
     assert len({tuple(row) for row in output.batch["responses"].tolist()}) == 9
 
 
@@ -362,7 +364,7 @@ def test_new_weights_change_the_log_probs_and_the_version(model: tuple[str, Llam
     changed = LlamaForCausalLM(model[1].config).eval().requires_grad_(False)
     report = engine.load_weights([export(changed, version=8)], 8)
     after = engine.generate_sequences(prompt_batch())
-    assert after.batch["policy_version"].unique().tolist() == [8] == [report["version"]]
+    assert {spans[0][0] for spans in after.non_tensor_batch["policy_version"]} == {8} == {report["version"]}
     assert torch.allclose(after.batch["rollout_log_probs"], log_probs_of(changed, after, 1.0), atol=1e-5)
     assert not torch.equal(before.batch["responses"], after.batch["responses"])
 

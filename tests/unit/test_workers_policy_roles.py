@@ -59,7 +59,7 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config):
     rollout.load_weights(actor.export_weights(version=3), version=3)
     batch = rollout.generate_sequences(prompts()).get()
     assert len(batch) == 6 and batch.batch["responses"].shape == (6, RESPONSE)
-    assert batch.batch["policy_version"].tolist() == [3] * 6
+    assert [spans[0][0] for spans in batch.non_tensor_batch["policy_version"]] == [3] * 6
     scored = actor.compute_log_prob(batch).get().batch["old_log_probs"]
     torch.testing.assert_close(scored, batch.batch["rollout_log_probs"], rtol=0, atol=1e-4)
 

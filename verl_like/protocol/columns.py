@@ -32,8 +32,6 @@ _TABLE = [
            "1 on generated tokens, the end-of-sequence token included; 0 on padding."),
     Column("rollout_log_probs", "tensor", "B R", "float32", "generate_sequences",
            "Log-probability of each response token under the rollout engine that sampled it."),
-    Column("policy_version", "tensor", "B", "int64", "generate_sequences",
-           "Number of the weight sync whose weights sampled the row."),
     Column("old_log_probs", "tensor", "B R", "float32", "compute_log_prob",
            "Log-probability of each response token under the actor before the update."),
     Column("entropys", "tensor", "B R", "float32", "compute_log_prob",
@@ -65,6 +63,9 @@ _TABLE = [
            'What the reward function compares with, e.g. {"style": "rule", "ground_truth": "72"}.'),
     Column("extra_info", "non_tensor", "B", "object (dict)", "prompt dataset",
            "Anything else the data set passes to the reward function."),
+    Column("policy_version", "non_tensor", "B", "object (tuple)", "generate_sequences",
+           "Of each response the spans (version, start, end) of its tokens: version counts the training steps of the "
+           "weights that sampled tokens start to end - 1. There is one span a response."),
     Column("raw_prompt", "non_tensor", "B", "object (list)", "prompt dataset", "The prompt as chat messages."),
     Column("global_steps", "meta", "-", "int", "driver",
            "Number of the training step, from 1; 0 in the validation before the first."),

@@ -32,10 +32,11 @@ from verl_like.workers.planning.flops import ModelCost
 class RayPPOTrainer:
     """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, for every placement.
 
-    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A role that
-    PPO does not know (one of the user's own) takes part through its registered method `annotate`: it is called with
-    the generated batch, next to the reference and the critic, and the columns it writes join the batch; those in its
-    class's `reward_columns` are added to the reward, in validation too.
+    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A custom role
+    takes part through its registered method `annotate`. It is called with the generated batch, next to the reference
+    and the critic, and the columns it writes join the batch. Those in its class's `reward_columns` are added to the
+    reward, in validation too. A subclass changes a phase by making its own maker or learner in `build_maker` or
+    `build_learner`.
     """
 
     def __init__(

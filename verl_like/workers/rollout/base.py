@@ -151,7 +151,8 @@ class RolloutEngine(ABC):
             B * n rows, the n responses of a prompt one after the other: prompts (B*n, P), responses (B*n, R) padded on
             the right, input_ids, attention_mask, position_ids (B*n, T), response_mask (B*n, R) int64, 1 on generated
             tokens including the end-of-sequence token, rollout_log_probs (B*n, R) float32 under the distribution the
-            tokens were drawn from (temperature, top-k, top-p), zero on padding, and policy_version (B*n,) int64.
+            tokens were drawn from (temperature, top-k, top-p), zero on padding; and the non-tensor column
+            policy_version: of each response a tuple of spans (version, start, end) of its tokens, one span.
 
         Raises:
             RuntimeError: no weights were loaded.
@@ -382,8 +383,8 @@ def assemble(
     # Positions go on counting over the padding, as in verl; nothing attends to them.
     response_positions = prompt_positions[:, -1:] + torch.arange(1, response_length + 1)
     responses_NR, mask_NR = torch.from_numpy(responses), torch.from_numpy(response_mask)
-    return DataProto.from_single_dict(
-        {
+    return DataProto.from_dict(
+        tensors={
             "prompts": prompt_ids,
             "responses": responses_NR,
             "input_ids": torch.cat([prompt_ids, responses_NR], dim=1),
@@ -391,6 +392,6 @@ def assemble(
             "position_ids": torch.cat([prompt_positions, response_positions], dim=1),
             "response_mask": mask_NR,
             "rollout_log_probs": torch.from_numpy(log_probs),
-            "policy_version": torch.full((len(completions),), policy_version, dtype=torch.int64),
-        }
+        },
+        non_tensors={"policy_version": [((policy_version, 0, len(each.token_ids)),) for each in completions]},
     )

@@ -1,0 +1,143 @@
+"""The maker and the learner, each alone: between them only experience and weights travel."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_local_step import LocalTrainer, local_trainer
+
+from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.row_ops import deep_equal
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.experience_maker import Experience, Weights
+from verl_like.trainer.learner import Learner
+
+SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
+
+
+def prompts_of(trainer: LocalTrainer, step: int) -> DataProto:
+    """The prompts of a step, counted from 1."""
+    epoch, rows = trainer.sampler.batch(step - 1)
+    prompts = trainer.train_dataset.collate([trainer.train_dataset[i] for i in rows], epoch)
+    prompts.meta_info["global_steps"] = step
+    return prompts
+
+
+def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
+    """A learner with new models, as those of the trainer were when it was made."""
+    groups = {role: LocalWorkerGroup(trainer.role_worker_mapping[role], role=role) for role in ("actor", "critic")}
+    for group in groups.values():
+        group.init_model()
+    # Two of the batch's four prompts a mini-batch, with two responses each.
+    return Learner(**groups, actor_mini_batch_rows=4, critic_mini_batch_rows=4, critic_warmup=critic_warmup)
+
+
+def experience_of(trainer: LocalTrainer, batch: DataProto) -> Experience:
+    return Experience(batch, RowWork.of(batch, trainer.maker.model_cost, balance=True), {})
+
+
+def fingerprint(weights: Weights) -> int:
+    (export,) = weights.exported.get()
+    assert export.version == weights.version
+    return export.fingerprint
+
+
+def measured(metrics: dict[str, Metric], prefixes: tuple[str, ...] = ("",)) -> dict[str, Any]:
+    """The metrics that do not depend on time and memory."""
+    untimed = {name: metric for name, metric in metrics.items() if "perf/" not in name and name != "reward/early_ratio"}
+    return {name: metric.value for name, metric in untimed.items() if name.startswith(prefixes)}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) -> Any:
+    with local_trainer(tmp_path_factory.mktemp("run"), tiny_llama, *SETTINGS) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def experience(trainer: LocalTrainer) -> Experience:
+    """Of the first step's prompts, with the weights that training starts from."""
+    return trainer.maker.make(prompts_of(trainer, 1))
+
+
+def test_a_maker_makes_the_same_experience_of_the_same_prompts_and_weights(
+    trainer: LocalTrainer, experience: Experience
+):
+    """A validation in between changes nothing."""
+    val_prompts = prompts_of(trainer, 2)
+    val_prompts.meta_info["validate"] = True
+    batch, scores_B, _ = trainer.maker.validate(val_prompts)
+    assert len(batch) == len(scores_B) == 4
+    again = trainer.maker.make(prompts_of(trainer, 1))
+    assert deep_equal(dict(again.batch.batch.items()), dict(experience.batch.batch.items()))
+    assert deep_equal(again.batch.non_tensor_batch, experience.batch.non_tensor_batch)
+    assert measured(again.metrics) == measured(experience.metrics)
+    assert deep_equal(again.work, experience.work)
+    other = trainer.maker.make(prompts_of(trainer, 2))
+    assert not torch.equal(other.batch.batch["responses"], experience.batch.batch["responses"])
+
+
+def test_each_response_says_which_weights_sampled_its_tokens(trainer: LocalTrainer, experience: Experience):
+    lengths = experience.batch.batch["response_mask"].sum(-1).tolist()
+    assert experience.batch.non_tensor_batch["policy_version"].tolist() == [((0, 0, n),) for n in lengths]
+
+
+def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers_step_learns(
+    tmp_path: Path, tiny_llama: Callable
+):
+    made: list[Experience] = []
+    with local_trainer(tmp_path / "run", tiny_llama, *SETTINGS) as trainer:
+        make = trainer.maker.make
+
+        def make_and_keep(prompts: DataProto) -> Experience:
+            made.append(make(prompts))
+            return made[-1]
+
+        trainer.maker.make = make_and_keep
+        learner = learner_alone(trainer)
+        for step in (1, 2):
+            trainer.global_step = step
+            in_step = trainer.step(prompts_of(trainer, step))
+            made[-1].batch.save_to_disk(tmp_path / "experience")
+            update = learner.learn(experience_of(trainer, DataProto.load_from_disk(tmp_path / "experience")))
+            alone = measured(update.get())
+            assert alone and alone == {name: in_step[name] for name in alone}
+            assert {"actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"} <= alone.keys()
+        assert learner.version == trainer.learner.version == 2
+        assert fingerprint(learner.export_weights()) == fingerprint(trainer.learner.export_weights())
+        # The experience of the second step is of the weights after the first.
+        versions = [[spans[0][0] for spans in each.batch.non_tensor_batch["policy_version"]] for each in made]
+        assert versions == [[0] * 8, [1] * 8]
+
+
+def test_experience_that_comes_in_parts_trains_as_the_whole_does(trainer: LocalTrainer, experience: Experience):
+    whole, parts = learner_alone(trainer), learner_alone(trainer)
+    start = fingerprint(whole.export_weights())
+    whole.learn(experience).get()
+    updates = [parts.learn(experience_of(trainer, experience.batch[rows])) for rows in (slice(0, 4), slice(4, 8))]
+    weights = parts.export_weights()
+    assert all(update.get()["actor/grad_norm"].value > 0 for update in updates)
+    assert fingerprint(weights) == fingerprint(whole.export_weights()) != start
+    # A call of `learn` is a training step, whatever the number of its mini-batches.
+    assert (whole.version, parts.version, weights.version) == (1, 2, 2)
+
+
+def test_the_critics_warm_up_leaves_the_actor_as_it_is_but_numbers_its_weights(
+    trainer: LocalTrainer, experience: Experience
+):
+    learner = learner_alone(trainer, critic_warmup=1)
+    start = fingerprint(learner.export_weights())
+    first = learner.learn(experience).get()
+    weights = learner.export_weights()
+    assert (weights.version, fingerprint(weights)) == (1, start)
+    second = learner.learn(experience).get()
+    assert fingerprint(learner.export_weights()) != start
+    assert "critic/lr" in first and "actor/lr" not in first and {"critic/lr", "actor/lr"} <= second.keys()
+
+
+def test_rows_that_are_no_whole_mini_batches_are_refused(trainer: LocalTrainer, experience: Experience):
+    with pytest.raises(ValueError, match="6 rows in mini-batches of 4"):
+        learner_alone(trainer).learn(experience_of(trainer, experience.batch[slice(0, 6)]))
