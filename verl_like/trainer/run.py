@@ -19,6 +19,7 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.tracking import require_trackers
+from verl_like.trainer.worker_template import WorkerTemplate
 
 
 class Inputs(Protocol):
@@ -42,6 +43,7 @@ def run(
     check_inputs: Callable[[ConfigT, contextlib.ExitStack], InputsT],
     fit: Callable[[InputsT, RunRecorder], None],
     display: Display,
+    template: WorkerTemplate | None = None,
 ) -> int:
     """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input refused, 130 interrupted.
 
@@ -53,11 +55,14 @@ def run(
         check_inputs: raises ValueError or RewardError for what else is wrong; what it starts is stopped by the stack.
         fit: trains to the end, on a Ray that runs.
         display: what the record shows.
+        template: what workers of a Ray that is started here are forks of.
     """
     # A pre-empted run ends as cleanly as an interrupted one; so does one that a shell started in the background, where
     # interrupts are ignored.
     handle_signals(signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
+        if template:
+            cleanup.callback(template.close)
         try:
             require_trackers(config.trainer.logger)
             if address := cluster_address(config.ray_kwargs.ray_init.address):
@@ -68,10 +73,15 @@ def run(
             return say(str(error), 2)
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
-        return train(inputs, fit, recorder)
+        return train(inputs, fit, recorder, template)
 
 
-def train(inputs: InputsT, fit: Callable[[InputsT, RunRecorder], None], recorder: RunRecorder) -> int:
+def train(
+    inputs: InputsT,
+    fit: Callable[[InputsT, RunRecorder], None],
+    recorder: RunRecorder,
+    template: WorkerTemplate | None = None,
+) -> int:
     """Starts Ray and trains to the end; returns the exit code."""
     outcome = "Failed with an unexpected error; standard error has the traceback."
     try:
@@ -79,7 +89,7 @@ def train(inputs: InputsT, fit: Callable[[InputsT, RunRecorder], None], recorder
             recorder.console.say(note)
         recorder.console.say("Starting Ray and the workers ...")
         ray_init = inputs.config.ray_kwargs.ray_init
-        start_ray(cluster_address(ray_init.address), ray_init.num_cpus)
+        start_ray(cluster_address(ray_init.address), ray_init.num_cpus, template.command if template else None)
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
         return 0

@@ -7,11 +7,12 @@ from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.worker_template import WorkerTemplate
 
 
-def run_ppo(config: PPOConfig) -> int:
+def run_ppo(config: PPOConfig, template: WorkerTemplate | None = None) -> int:
     """Runs PPO; returns the exit code."""
-    return run(config, check_inputs, fit, PPO_DISPLAY)
+    return run(config, check_inputs, fit, PPO_DISPLAY, template)
 
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:

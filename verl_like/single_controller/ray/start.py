@@ -57,8 +57,10 @@ def require_cluster(address: str) -> None:
         )
 
 
-def start_ray(address: str | None, num_cpus: int | None) -> None:
+def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
     """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on this machine.
+
+    `worker_command` takes the place of Python in the command line of that Ray's workers.
 
     Raises:
         PlacementError: there is no cluster at the address, or this machine is not a part of it.
@@ -71,6 +73,8 @@ def start_ray(address: str | None, num_cpus: int | None) -> None:
     # Ray's handler of failures takes SIGTERM for one and aborts the driver 3 s later.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
+    if worker_command:
+        local["runtime_env"] = {"py_executable": worker_command}
     try:
         ray.init(
             address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else local)

@@ -1,0 +1,69 @@
+"""A fork of the template runs a script as a process of its own would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_like.trainer import worker_template
+
+SCRIPT = """
+import json, os, signal, sys
+answer = {"arguments": sys.argv[1:], "given": os.environ.get("GIVEN"), "folder": os.getcwd(), "parent": os.getppid()}
+answer |= {"preloaded": "statistics" in sys.modules, "name": __name__, "input": sys.stdin.read()}
+answer["interrupt"] = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+sys.stderr.write("an error")
+print(json.dumps(answer))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path / "script.py"
+
+
+def run(command: str, script: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"GIVEN": "a worker's"}
+    arguments = {"capture_output": True, "text": True, "timeout": 60, "cwd": script.parent, "env": environment}
+    return subprocess.run(f"exec {command} {script} --rank 3", shell=True, input="typed", **arguments)
+
+
+def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_command_line(script: Path):
+    template = worker_template.start(["statistics"])
+    try:
+        answers = [run(template.command, script) for _ in range(2)]
+    finally:
+        template.close()
+    for answer in answers:
+        assert answer.stderr == "an error"
+        assert json.loads(answer.stdout) == {
+            "arguments": ["--rank", "3"], "given": "a worker's", "folder": str(script.parent), "input": "typed",
+            "parent": template.process.pid, "preloaded": True, "name": "__main__", "interrupt": True,
+        }  # fmt: skip
+
+
+def test_without_its_template_a_worker_starts_as_any_process(script: Path):
+    template = worker_template.start(["statistics"])
+    template.close()
+    answer = json.loads(run(template.command, script).stdout)
+    assert answer["preloaded"] is False and answer["given"] == "a worker's" and answer["arguments"] == ["--rank", "3"]
+
+
+def test_a_template_ends_with_the_process_that_started_it():
+    program = (
+        "from verl_like.trainer import worker_template\n"
+        "template = worker_template.start([])\n"
+        "print(template.process.pid, flush=True)\n"
+        "input()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as driver:
+        pid = int(driver.stdout.readline())
+        assert os.path.exists(f"/proc/{pid}")
+        driver.kill()
+    worker_gone = subprocess.run(["tail", "--pid", str(pid), "-f", "/dev/null"], timeout=60)
+    assert worker_gone.returncode == 0
