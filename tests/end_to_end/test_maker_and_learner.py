@@ -92,8 +92,8 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
     with local_trainer(tmp_path / "run", tiny_llama, *SETTINGS) as trainer:
         make = trainer.maker.make
 
-        def make_and_keep(prompts: DataProto) -> Experience:
-            made.append(make(prompts))
+        def make_and_keep(prompts: DataProto, more_prompts: Callable) -> Experience:
+            made.append(make(prompts, more_prompts))
             return made[-1]
 
         trainer.maker.make = make_and_keep

@@ -285,6 +285,11 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
             *("max_num_batched_tokens", "max_num_seqs"),
         )
     ],
+    # Runs of their own: tests/end_to_end/test_local_algorithms.py, tests/unit/test_trainer_dynamic_sampling.py.
+    "option": [
+        *(f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")),
+        *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
+    ],
     "limit": ["reward.num_workers", "reward.timeout_s", "trainer.call_timeout_s"],
     "placement": [
         *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "resource_pool_spec", "role_mapping"),

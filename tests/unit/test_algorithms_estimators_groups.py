@@ -25,7 +25,7 @@ law = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def gdpo_of_one_reward(rewards, mask, index):
-    return compute_gdpo_outcome_advantage({"rule": rewards}, mask, index, GDPOOptions())
+    return compute_gdpo_outcome_advantage({"rule": rewards}, mask, index, GDPOOptions(gdpo_reward_keys=["rule"]))
 
 
 def passk_without_std(rewards, mask, index):
@@ -218,5 +218,7 @@ def test_gdpo_refuses_rewards_and_weights_that_do_not_fit():
         compute_gdpo_outcome_advantage({"rule": REWARDS}, MASK, INDEX, options)
     with pytest.raises(ValueError, match="has 1 weights for the 2 rewards"):
         GDPOOptions(gdpo_reward_keys=["rule", "taste"], gdpo_reward_weights=[1.0])
+    with pytest.raises(ValueError, match="gdpo_reward_keys is empty"):
+        GDPOOptions()
     with pytest.raises(ValueError, match="names a reward twice"):
         GDPOOptions(gdpo_reward_keys=["rule", "rule"])

@@ -9,12 +9,14 @@ import torch
 
 from verl_like.algorithms.advantages import estimate_advantages
 from verl_like.algorithms.kl import KLController, apply_kl_penalty
-from verl_like.algorithms.registry import Algorithm, read_options
+from verl_like.algorithms.masked import on_last_token
+from verl_like.algorithms.overlong_penalty import overlong_penalty
+from verl_like.algorithms.registry import Algorithm, read_options, required_inputs
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.config.schema import AlgorithmConfig
-from verl_like.trainer.scoring import PendingScores, RuleScorer, total_scores
+from verl_like.trainer.config.schema import AlgorithmConfig, OverlongBufferConfig
+from verl_like.trainer.scoring import PendingScores, RuleScorer, groups_differ, scores_by_reward, total_scores
 from verl_like.workers.planning.flops import ModelCost
 
 
@@ -59,6 +61,7 @@ class ExperienceMaker:
     rule_scorer: RuleScorer | None
     reward_columns: Mapping[str, float]
     """The columns whose weighted sum is the reward."""
+    overlong_buffer: OverlongBufferConfig
     algorithm: AlgorithmConfig
     estimator: Algorithm
     kl_controller: KLController
@@ -71,12 +74,15 @@ class ExperienceMaker:
     timer: Callable[[str], AbstractContextManager[None]]
     """Measures a phase of the driver."""
 
-    def make(self, prompts: DataProto) -> Experience:
+    def make(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None = None) -> Experience:
         """Makes experience of (B,) prompts with the present weights; meta `global_steps` seeds the sampling.
 
         Calls that do not need each other's results are submitted together and collected afterwards.
+
+        Args:
+            more_prompts: returns further (B,) prompts; dynamic sampling (`algorithm.filter_groups`) needs it.
         """
-        batch, scores, generation_metrics = self.generate(prompts, self.num_samples)
+        batch, scores, generation_metrics = self.sample(prompts, more_prompts)
         self.rollout.sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=self.balance)
@@ -106,7 +112,13 @@ class ExperienceMaker:
         Returns:
             (B * n,) rows with their reward columns; the reward of each row, 0 where it was skipped; metrics.
         """
-        batch, scores, generation_metrics = self.generate(prompts, self.num_val_samples)
+        return self.generate_and_score(prompts, self.num_val_samples)
+
+    def generate_and_score(
+        self, prompts: DataProto, num_samples: int
+    ) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
+        """Responses that are not trained on, and their rewards; returns what `validate` does."""
+        batch, scores, generation_metrics = self.generate(prompts, num_samples)
         pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
         pending += [group.annotate.remote(batch) for group in self.val_annotators]
         pending += [scores.complete(batch)] if scores else []
@@ -118,6 +130,66 @@ class ExperienceMaker:
     def load_weights(self, weights: Weights) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
         self.rollout.load_weights(weights.exported, version=weights.version)
+
+    def sample(
+        self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None
+    ) -> tuple[DataProto, PendingScores | None, dict[str, Metric]]:
+        """The responses to train on: what `generate` returns, without scores where the rules have scored already."""
+        if not self.algorithm.filter_groups.enable:
+            return self.generate_with_baselines(prompts)
+        assert more_prompts, "dynamic sampling replaces prompts by others"
+        return self.generate_differing(prompts, more_prompts)
+
+    def generate_with_baselines(self, prompts: DataProto) -> tuple[DataProto, PendingScores | None, dict[str, Metric]]:
+        """What `generate` returns, with the column `reward_baselines` where the estimator needs it."""
+        if "reward_baselines" not in required_inputs(self.estimator):
+            return self.generate(prompts, self.num_samples)
+        greedy = prompts.select()
+        greedy.meta_info = prompts.meta_info | {"greedy": True}
+        answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
+        # NaN: without a greedy reward there is no baseline.
+        rewards_B = rewards_B.masked_fill(answered.batch.get("is_skipped", torch.tensor(False)), torch.nan)
+        batch, scores, metrics = self.generate(prompts, self.num_samples)
+        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(self.num_samples)
+        return batch, scores, metrics
+
+    def generate_differing(
+        self, prompts: DataProto, more_prompts: Callable[[], DataProto]
+    ) -> tuple[DataProto, None, dict[str, Metric]]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476): only prompts whose responses differ in the metric are trained on.
+
+        Generates for further prompts until there are as many of these as `prompts`, at most `max_num_gen_batches`
+        times; what is missing then is filled with the first prompts that were dropped. A batch depends on nothing but
+        the prompts and the weights.
+
+        Returns:
+            (B * n,) rows with their rule rewards; None; metrics.
+        """
+        options, num_rows, meta_info = self.algorithm.filter_groups, len(prompts) * self.num_samples, prompts.meta_info
+        differing: list[DataProto] = []
+        equal: list[DataProto] = []
+        metrics: list[dict[str, Metric]] = []
+        while True:
+            batch, scores, generation_metrics = self.generate_with_baselines(prompts)
+            assert scores, "only rules score before the whole batch is there"
+            batch, scoring_metrics = self.collect(batch, [scores.complete(batch)])
+            differs_B = groups_differ(batch, options.metric)
+            differing.append(batch[differs_B])
+            equal.append(batch[~differs_B])
+            metrics += [generation_metrics, scoring_metrics]
+            num_differing = sum(map(len, differing))
+            if num_differing >= num_rows or len(differing) == options.max_num_gen_batches:
+                break
+            prompts = more_prompts()
+            prompts.meta_info |= meta_info
+        batch = DataProto.concat([*differing, *equal])[:num_rows]
+        counts = {
+            "rollout/num_prompt_batches": len(differing),
+            "rollout/num_equal_groups": sum(map(len, equal)) // self.num_samples,
+            "rollout/num_filler_groups": max(0, num_rows - num_differing) // self.num_samples,
+            "rollout/num_surplus_groups": max(0, num_differing - num_rows) // self.num_samples,
+        }
+        return batch, None, merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
 
     def generate(
         self, prompts: DataProto, num_samples: int
@@ -156,9 +228,18 @@ class ExperienceMaker:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
         columns["response_mask"] = mask_BR
         columns["token_level_scores"] = total_scores(batch, self.reward_columns)
+        metrics = {}
+        if self.overlong_buffer.enable:
+            max_length = mask_BR.size(1)
+            lengths_B = columns["attention_mask"][:, -max_length:].sum(-1)
+            penalty_B = overlong_penalty(
+                lengths_B, max_length, self.overlong_buffer.len, self.overlong_buffer.penalty_factor
+            )
+            columns["token_level_scores"] = columns["token_level_scores"] + on_last_token(penalty_B, mask_BR)
+            metrics["reward/overlong_penalty"] = Metric.mean(float(penalty_B.mean()), weight=len(penalty_B))
         columns["token_level_rewards"] = columns["token_level_scores"]
         if not self.algorithm.use_kl_in_reward:
-            return {}
+            return metrics
         kl_coef = self.kl_controller.value
         columns["token_level_rewards"], current_kl = apply_kl_penalty(
             columns["token_level_scores"],
@@ -171,15 +252,16 @@ class ExperienceMaker:
         num_scored = int(mask_BR.any(-1).sum())
         if num_scored:
             self.kl_controller.update(current_kl, n_steps=num_scored)
-        return {
-            "actor/reward_kl_penalty": Metric.mean(current_kl),
-            "actor/reward_kl_penalty_coeff": Metric.mean(kl_coef),
-        }
+        metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl)
+        metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef)
+        return metrics
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
         columns, algorithm = batch.batch, self.algorithm
         inputs = {**columns, "index": batch.non_tensor_batch["uid"], "config": algorithm}
+        if "scores_by_reward" in required_inputs(self.estimator):
+            inputs["scores_by_reward"] = scores_by_reward(batch, self.reward_columns)
         inputs["options"] = read_options(self.estimator, algorithm=algorithm)
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
         inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo

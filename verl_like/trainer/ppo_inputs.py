@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.registry import required_inputs
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
@@ -99,9 +100,29 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
     return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
 
 
+def check_estimator(config: PPOConfig) -> None:
+    """Raises ValueError for an estimator that needs what no run has, or that does not see a configured penalty."""
+    name = config.algorithm.adv_estimator
+    needs = required_inputs(get_adv_estimator_fn(name))
+    if "sum_pi_squared" in needs:
+        raise ValueError(
+            f"algorithm.adv_estimator={name} needs sum_pi_squared, the sum of the squared probabilities at each token, "
+            "which the actor does not compute: choose another estimator."
+        )
+    penalties = {
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+        "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
+    }
+    if "token_level_rewards" not in needs and (ignored := [key for key, is_on in penalties.items() if is_on]):
+        raise ValueError(
+            f"algorithm.adv_estimator={name} reads each reward by itself, not their sum, so it would not see the "
+            f"penalty of {', '.join(ignored)}: set it to false, or choose an estimator of the sum, such as grpo."
+        )
+
+
 def check_environment(config: PPOConfig) -> None:
     """Raises ValueError for a device, package, registered name or placement that this machine does not have."""
-    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    check_estimator(config)
     get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     address = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device == "cuda" and not address and not torch.cuda.is_available():

@@ -66,6 +66,8 @@ class RayPPOTrainer:
             len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
         )
         self.global_step = 0
+        self.num_prompt_batches = 0
+        """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
         self.groups: dict[str, WorkerGroup] = {}
         self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
 
@@ -104,6 +106,7 @@ class RayPPOTrainer:
             val_annotators=[group for role, group in annotators.items() if worker_classes[role].reward_columns],
             rule_scorer=self.rule_scorer,
             reward_columns=reward_columns(worker_classes, with_rules=self.rule_scorer is not None),
+            overlong_buffer=config.reward.overlong_buffer,
             algorithm=config.algorithm,
             estimator=get_adv_estimator_fn(config.algorithm.adv_estimator),
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
@@ -150,10 +153,10 @@ class RayPPOTrainer:
                 metrics = self.validate()
             self.recorder.log_validation(metrics)
         while self.global_step < total_steps:
-            epoch, rows = self.sampler.batch(self.global_step)
+            epoch, _ = self.sampler.batch(self.num_prompt_batches)
             self.global_step += 1
             with self.recorder.step(self.global_step, epoch, total_steps) as log:
-                log(self.step(self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)))
+                log(self.step(self.next_prompts()))
                 is_last = self.global_step == total_steps
                 if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
@@ -162,6 +165,12 @@ class RayPPOTrainer:
                     with self.recorder.timer("save_checkpoint"):
                         self.save()
 
+    def next_prompts(self) -> DataProto:
+        """The next batch of prompts."""
+        epoch, rows = self.sampler.batch(self.num_prompt_batches)
+        self.num_prompt_batches += 1
+        return self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
+
     def step(self, prompts: DataProto) -> dict[str, float]:
         """One PPO iteration over (B,) prompts; returns the step's metrics.
 
@@ -169,7 +178,7 @@ class RayPPOTrainer:
         their own they overlap, on a shared pool they queue, and the numbers are the same.
         """
         prompts.meta_info["global_steps"] = self.global_step
-        experience = self.maker.make(prompts)
+        experience = self.maker.make(prompts, self.next_prompts)
         update = self.learner.learn(experience)  # submitted: critic and actor overlap on pools of their own
         weights = self.learner.export_weights()  # submitted, behind the actor's update
         # The driver's own work that nothing waits for is done while the updates run.

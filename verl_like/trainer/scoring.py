@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Metric
@@ -47,6 +48,41 @@ def reward_columns(worker_classes: Mapping[str, type[Worker]], with_rules: bool)
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
     """The reward before any KL penalty: the weighted sum of the reward columns, (B, R)."""
     return torch.stack([weight * batch.batch[name] for name, weight in reward_columns.items()]).sum(0)
+
+
+def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Each reward by itself, (B, R): the reward columns with their weights, and by their own names the numbers that the
+    reward function returned beside the score."""
+    scores = {name: weight * batch.batch[name] for name, weight in reward_columns.items()}
+    numbers = {name: torch.from_numpy(values).float() for name, values in _extra_numbers(batch).items()}
+    return scores | {name: on_last_token(values, batch.batch["response_mask"]) for name, values in numbers.items()}
+
+
+def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
+    """For each row, (B,) bool: whether the responses to its prompt that could be scored differ in `metric`.
+
+    Args:
+        metric: "reward" (the rules' score) or the name of a number that the reward function returned beside it.
+
+    Raises:
+        ValueError: there is no such number.
+    """
+    numbers = {"reward": batch.batch["rule_scores"].sum(-1).numpy()} | _extra_numbers(batch)
+    if metric not in numbers:
+        raise ValueError(
+            f"algorithm.filter_groups.metric={metric}, but the reward function returns only {', '.join(numbers)}: name "
+            "one of these"
+        )
+    values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
+    is_scored = ~batch.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    groups = PromptGroups.of(values, is_scored, batch.non_tensor_batch["uid"])
+    return groups.sum((groups.scores - groups.mean()) ** 2) > 0
+
+
+def _extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
+    """What the reward function returned beside the score, as far as it is numbers."""
+    extra = {name: values for name, values in batch.non_tensor_batch.items() if name.startswith(EXTRA_PREFIX)}
+    return {name.removeprefix(EXTRA_PREFIX): values for name, values in extra.items() if values.dtype != object}
 
 
 class RuleScorer:

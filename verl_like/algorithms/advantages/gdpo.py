@@ -30,13 +30,18 @@ class GDPOOptions(AdvantageOptions):
     section: ClassVar[str] = "algorithm"
 
     gdpo_reward_keys: Annotated[tuple[str, ...], Strict(False)] = ()
-    """The names of the rewards; empty: all that the run has."""
+    """The names of the rewards: their columns, such as rule_scores, or of numbers that the reward function returns."""
     gdpo_reward_weights: Annotated[tuple[float, ...], Strict(False)] = ()
     """One weight for each of gdpo_reward_keys; empty: each weighs 1."""
 
     @model_validator(mode="after")
-    def _one_weight_for_each_reward(self) -> Self:
+    def _rewards_are_named_once_with_a_weight_each(self) -> Self:
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if not keys:
+            raise ValueError(
+                "algorithm.gdpo_reward_keys is empty, but the estimator gdpo adds up several rewards: name them, e.g. "
+                "[rule_scores,format] where the reward function returns a number named format"
+            )
         if weights and len(weights) != len(keys):
             raise ValueError(
                 f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} rewards of "
@@ -73,7 +78,7 @@ def compute_gdpo_outcome_advantage(
     Raises:
         ValueError: a reward that the run does not have.
     """
-    keys = options.gdpo_reward_keys or tuple(scores_by_reward)
+    keys = options.gdpo_reward_keys
     if unknown := [key for key in keys if key not in scores_by_reward]:
         raise ValueError(
             f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "

@@ -208,6 +208,28 @@ def gae_has_a_critic(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def dynamic_sampling_compares_what_rules_score(config: PPOConfig) -> Iterator[str]:
+    if config.algorithm.filter_groups.enable and config.reward_model.enable:
+        yield (
+            "algorithm.filter_groups.enable=true drops prompts before the reward model scores the batch, so it would "
+            "not see those scores; set reward_model.enable=false or filter_groups.enable=false"
+        )
+    if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            "algorithm.filter_groups.enable=true compares the responses to one prompt, but "
+            "actor_rollout_ref.rollout.n=1; set n to 2 or more"
+        )
+
+
+def the_overlong_buffer_lies_within_the_response(config: PPOConfig) -> Iterator[str]:
+    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        yield (
+            f"reward.overlong_buffer.len={buffer.len} must be between 1 and "
+            f"data.max_response_length={longest} with reward.overlong_buffer.enable=true"
+        )
+
+
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if warmup and not config.needs_critic:
@@ -255,6 +277,8 @@ BATCH_RULES: tuple[Rule, ...] = (
 OTHER_RULES: tuple[Rule, ...] = (
     grpo_compares_several_responses,
     gae_has_a_critic,
+    dynamic_sampling_compares_what_rules_score,
+    the_overlong_buffer_lies_within_the_response,
     critic_warmup_leaves_steps_for_the_actor,
     an_enabled_reward_model_has_a_path,
     reward_function_settings_have_a_function,

@@ -66,8 +66,19 @@ class CustomRewardFunctionConfig(ConfigModel):
     """Further keyword arguments of the function."""
 
 
+class OverlongBufferConfig(ConfigModel):
+    """Soft overlong punishment (DAPO, arXiv:2503.14476) of responses close to data.max_response_length."""
+
+    enable: bool = False
+    """Add the penalty to the score of every training response, whoever scored it."""
+    len: Annotated[int, Field(ge=0)] = 0
+    """Tokens below data.max_response_length over which the penalty grows from 0."""
+    penalty_factor: Annotated[float, Field(ge=0)] = 1.0
+    """The penalty at data.max_response_length."""
+
+
 class RewardConfig(ConfigModel):
-    """How rule rewards are computed."""
+    """How rule rewards are computed, and what is added to them."""
 
     num_workers: PositiveInt = 2
     """Processes that score responses."""
@@ -75,6 +86,7 @@ class RewardConfig(ConfigModel):
     """Seconds one response may take to score; a process that takes longer is replaced."""
     on_error: Literal["fail", "skip", "score"] = "fail"
     """What an exception or a timeout does: fail the run, skip the response, or score it 0."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 class KlControlConfig(ConfigModel):
@@ -86,6 +98,17 @@ class KlControlConfig(ConfigModel):
     """The coefficient; with adaptive, its first value."""
     target_kl: Annotated[float, Field(gt=0)] = 0.1
     """KL divergence the adaptive coefficient aims at, per token."""
+
+
+class FilterGroupsConfig(ConfigModel):
+    """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose responses are all equally good are replaced."""
+
+    enable: bool = False
+    """Generate for further prompts until the batch is full of prompts whose responses differ in the metric."""
+    metric: str = "reward"
+    """What has to differ: reward (the rules' score), or a number that the reward function returns beside it."""
+    max_num_gen_batches: PositiveInt = 10
+    """Most batches of prompts that one step generates for; what is missing then is filled with replaced prompts."""
 
 
 class EstimatorOptions(OpenConfigModel):
@@ -109,6 +132,7 @@ class AlgorithmConfig(OpenConfigModel):
     kl_penalty: KlPenalty = "kl"
     """Per-token KL estimator in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KlControlConfig = KlControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     options: EstimatorOptions = EstimatorOptions()
 
 

@@ -142,7 +142,8 @@ class RolloutEngine(ABC):
         Args:
             prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left, and the
                 non-tensor column `uid`, which names the prompt in what is yielded, in errors and in the seeds; meta
-                `global_steps` (int) and `validate` (bool, default False: sample as `rollout.val_kwargs` says). A
+                `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
+                (bool, default False: one response, the likeliest token each time). A
                 response is a function of the run's seed, `global_steps`, `validate`, its prompt's uid and its index
                 among the n, up to the rounding of the logits; the other rows, their order and the number of
                 replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
@@ -167,7 +168,7 @@ class RolloutEngine(ABC):
             )
         uids = prompt_uids(prompts)
         validate = bool(prompts.meta_info.get("validate", False))
-        sampling = self._sampling(validate)
+        sampling = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
         step = int(prompts.meta_info["global_steps"])
         seeds = [[request_seed(self.seed, step, validate, uid, k) for k in range(sampling.n)] for uid in uids]
         labels = [f"row {row} (uid {uid})" for row, uid in enumerate(uids)]
@@ -257,12 +258,13 @@ class RolloutEngine(ABC):
             "seconds": time.perf_counter() - start,
         }
 
-    def _sampling(self, validate: bool) -> Sampling:
+    def _sampling(self, validate: bool, greedy: bool) -> Sampling:
         source = self.config.val_kwargs if validate else self.config
-        greedy = source.temperature == 0
+        num_samples = 1 if greedy else source.n
+        greedy = greedy or source.temperature == 0
         return Sampling(
-            n=source.n,
-            temperature=source.temperature,
+            n=num_samples,
+            temperature=0.0 if greedy else source.temperature,
             top_k=-1 if greedy or source.top_k == 0 else source.top_k,
             top_p=1.0 if greedy else source.top_p,
             max_tokens=self.config.response_length,

@@ -1,0 +1,190 @@
+"""Which prompts dynamic sampling keeps, and the rewards by name, on batches whose scores are given."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
+from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
+from verl_like.protocol import DataProto, Metric, metric_values
+from verl_like.trainer.config import ConfigError, load_ppo_config
+from verl_like.trainer.config.schema import AlgorithmConfig
+from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo_inputs import check_estimator
+from verl_like.trainer.scoring import groups_differ, scores_by_reward
+
+NAN = float("nan")
+# The scores of the three responses to each prompt.
+SCORES = {
+    "a": [1, 1, 1],
+    "b": [0, 1, 0],
+    "c": [2, 2, 2],
+    "d": [0, 0, 3],
+    "e": [1, 0, 0],
+    "f": [4, 4, 4],
+    "g": [0, 0, 1],
+}
+
+
+def scored_batch(uids, skipped=(), extra=None):
+    """Three responses of two tokens to each prompt."""
+    scores_B = torch.tensor([SCORES[uid] for uid in uids], dtype=torch.float32).flatten()
+    is_skipped_B = torch.zeros(len(scores_B), dtype=torch.bool)
+    is_skipped_B[list(skipped)] = True
+    return DataProto.from_dict(
+        tensors={
+            "response_mask": torch.ones(len(scores_B), 2, dtype=torch.long),
+            "rule_scores": torch.stack([torch.zeros_like(scores_B), scores_B], dim=1),
+            "is_skipped": is_skipped_B,
+        },
+        non_tensors={"uid": np.repeat(np.array(list(uids), dtype=object), 3), **(extra or {})},
+    )
+
+
+class ScriptedMaker(ExperienceMaker):
+    """Generates and scores by the table above."""
+
+    def generate_with_baselines(self, prompts):
+        uids = prompts.non_tensor_batch["uid"].tolist()
+        assert prompts.meta_info == {"global_steps": 7}
+        batch = scored_batch(uids)
+        scores = batch.select(batch_keys=["rule_scores", "is_skipped"], non_tensor_batch_keys=[])
+        scores.meta_info["metrics"] = {"reward/num_skipped": Metric.sum(len(uids))}
+        pending = SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: scores))
+        return batch.select(batch_keys=["response_mask"]), pending, {"rollout/other": Metric.sum(1)}
+
+
+def maker(estimator=compute_grpo_outcome_advantage, **algorithm):
+    others = "rollout actor reference critic reward_model annotators val_annotators rule_scorer overlong_buffer"
+    others += " kl_controller model_cost num_val_samples balance timer"
+    return ScriptedMaker(
+        **dict.fromkeys(others.split()),
+        algorithm=AlgorithmConfig(**algorithm),
+        estimator=estimator,
+        reward_columns={"rule_scores": 3.0},
+        num_samples=3,
+    )
+
+
+def prompts_of(*uids, **meta_info):
+    return DataProto.from_dict(
+        tensors={"input_ids": torch.zeros(len(uids), 1)},
+        non_tensors={"uid": np.array(uids, dtype=object)},
+        meta_info=meta_info,
+    )
+
+
+def made(max_num_gen_batches, *batches):
+    """The prompts of the batch's responses and the metrics, when the batches of prompts come one after the other."""
+    more = iter([prompts_of(*uids) for uids in batches[1:]])
+    options = {"enable": True, "max_num_gen_batches": max_num_gen_batches}
+    first = prompts_of(*batches[0], global_steps=7)
+    batch, scores, metrics = maker(filter_groups=options).sample(first, lambda: next(more))
+    assert scores is None
+    uids = batch.non_tensor_batch["uid"].reshape(-1, 3)
+    assert (uids == uids[:, :1]).all()  # the samples of a prompt stay together
+    assert batch.batch["rule_scores"].sum(-1).reshape(-1, 3).tolist() == [SCORES[uid] for uid in uids[:, 0]]
+    values = metric_values(metrics)
+    assert values["reward/num_skipped"] == sum(map(len, batches)) and values["rollout/other"] == len(batches)
+    return "".join(uids[:, 0]), [
+        values[f"rollout/num_{name}"] for name in ("prompt_batches", "equal_groups", "filler_groups", "surplus_groups")
+    ]
+
+
+def test_prompts_without_a_difference_are_replaced_until_the_batch_is_full():
+    assert made(5, "ab", "cd") == ("bd", [2, 2, 0, 0])
+
+
+def test_a_batch_in_which_all_prompts_differ_is_left_as_it_is():
+    assert made(5, "bdg") == ("bdg", [1, 0, 0, 0])
+
+
+def test_prompts_that_the_batch_has_no_room_for_are_counted():
+    assert made(5, "acb", "deg") == ("bde", [2, 2, 0, 1])
+
+
+def test_after_the_last_allowed_batch_dropped_prompts_fill_the_rest_in_their_order():
+    assert made(2, "acf", "fda") == ("dac", [2, 5, 2, 0])
+
+
+def test_groups_differ_by_the_score_or_a_named_number_of_the_responses_that_were_scored():
+    # b without its second response: 0, 0. d without two: one score is no difference.
+    batch = scored_batch(
+        "abd", skipped=[4, 6, 7], extra={"reward_extra/acc": np.array([0, 1, 1, 2, NAN, 2, 5, 6, 7.0])}
+    )
+    assert groups_differ(scored_batch("abd"), "reward").tolist() == [False] * 3 + [True] * 6
+    assert groups_differ(batch, "reward").tolist() == [False] * 9
+    assert groups_differ(batch, "acc").tolist() == [True] * 3 + [False] * 6
+    with pytest.raises(ValueError, match=r"filter_groups\.metric=ac, but the reward function returns only reward, acc"):
+        groups_differ(batch, "ac")
+
+
+def test_equal_scores_that_no_binary_fraction_is_do_not_differ():
+    batch = scored_batch("b")
+    batch.batch["rule_scores"] = torch.full((3, 2), 0.1)
+    assert not groups_differ(batch, "reward").any()
+
+
+def test_rewards_by_name_are_the_weighted_columns_and_the_numbers_on_the_last_token():
+    words = np.array(["x", "y", "z"], dtype=object)
+    batch = scored_batch("b", extra={"reward_extra/acc": np.array([0.5, 0.25, 2]), "reward_extra/word": words})
+    batch.batch["response_mask"][2, 1] = 0
+    rewards = scores_by_reward(batch, {"rule_scores": 3.0})
+    assert list(rewards) == ["rule_scores", "acc"]
+    assert torch.equal(rewards["rule_scores"], torch.tensor([[0.0, 0], [0, 3], [0, 0]]))
+    assert torch.equal(rewards["acc"], torch.tensor([[0.0, 0.5], [0, 0.25], [2, 0]]))
+
+
+def test_gdpo_gets_the_rewards_that_its_keys_name():
+    # The scores 0, 1, 0 deviate from their mean by (-1, 2, -1) / 3, with std 1 / sqrt(3); the weight of 3 cancels;
+    # acc deviates by 1, 0, -1 and has std 1. The sum with the weights 1 and 2 is whitened over two tokens each.
+    batch = scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])})
+    batch.batch["token_level_rewards"] = torch.zeros(3, 2)
+    options = {"gdpo_reward_keys": ["rule_scores", "acc"], "gdpo_reward_weights": [1.0, 2.0]}
+    maker(compute_gdpo_outcome_advantage, **options).compute_advantages(batch)
+    third = 3**0.5 / 3
+    summed = np.array([-third + 2, 2 * third, -third - 2]).repeat(2).reshape(3, 2)
+    expected = (summed - summed.mean()) / summed.std(ddof=1)
+    np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, rtol=1e-5)
+
+
+REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=1"],
+            "compares the responses to one prompt",
+        ),
+        (
+            ["algorithm.filter_groups.enable=true", "reward_model.enable=true", "reward_model.model.path=d"],
+            "drops prompts before the reward model scores",
+        ),
+        (["reward.overlong_buffer.enable=true"], "reward.overlong_buffer.len=0 must be between 1 and"),
+        (
+            ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=9", "data.max_response_length=8"],
+            "len=9 must be between 1 and data.max_response_length=8",
+        ),
+    ],
+)
+def test_options_that_cannot_work_are_refused(overrides, why):
+    with pytest.raises(ConfigError, match=why):
+        load_ppo_config([*REQUIRED, *overrides])
+
+
+def test_an_estimator_is_refused_that_would_not_see_a_penalty_or_needs_what_no_run_has():
+    def check(name, **changes):
+        config = load_ppo_config([*REQUIRED, "critic.enable=false", "algorithm.adv_estimator=grpo"])
+        check_estimator(config.model_copy(update={"algorithm": AlgorithmConfig(adv_estimator=name, **changes)}))
+
+    check("gdpo", use_kl_in_reward=False)
+    check("grpo", use_kl_in_reward=True)
+    with pytest.raises(ValueError, match=r"gdpo reads each reward by itself.*penalty of algorithm\.use_kl_in_reward"):
+        check("gdpo", use_kl_in_reward=True)
+    for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        with pytest.raises(ValueError, match=f"{name} needs sum_pi_squared"):
+            check(name)
