@@ -7,8 +7,8 @@
 `grpo` normalises the sum of the rewards, so that one with a large spread drowns the others. Here each counts by its
 weight. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and with
 skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets 0.
-The rewards are those before a KL penalty; a penalty in the reward would not be seen, so `algorithm.use_kl_in_reward`
-is refused. verl ignores it, and falls back to the sum of the rewards where the keys are not given.
+A penalty on the sum of the rewards would not be seen, so `algorithm.use_kl_in_reward` and `reward.overlong_buffer` are
+refused. verl ignores the KL penalty, and falls back to the sum of the rewards where the keys are not given.
 
 Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
 """

@@ -21,7 +21,7 @@ Differences from verl: it adds 1e-8 to the sum of the weights, so that the basel
 certain up to t and the raw return remains; here the weights become equal then. It finds the tail of the longest row by
 the number of tokens, which is wrong in masks with holes, and leaves returns in holes.
 
-Keys: none.
+Keys: none. The actor does not compute `sum_pi_squared` yet, so a run with this estimator is refused.
 """
 
 import numpy as np
