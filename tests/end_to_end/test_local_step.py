@@ -12,41 +12,36 @@ import ray
 from runs import metrics_of, tiny_run_settings
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from verl_like.single_controller.local.worker_group import LocalWorkerGroup
-from verl_like.single_controller.worker_group import WorkerGroup
+from examples import local_grpo_step
 from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
 from verl_like.workers.rollout import base
 
-
-class LocalTrainer(RayPPOTrainer):
-    """The same `fit` on workers that are objects of this process."""
-
-    def start_groups(self) -> dict[str, WorkerGroup]:
-        return {
-            role: LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.timeline.record)
-            for role, worker_class in self.role_worker_mapping.items()
-        }
+ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
 def local_trainer(
-    folder: Path, tiny_llama: Callable, *settings: str, steps: int = 2, with_rules: bool = True
-) -> Iterator[LocalTrainer]:
-    """A trainer in this process whose workers are ready."""
+    folder: Path,
+    tiny_llama: Callable,
+    *settings: str,
+    steps: int = 2,
+    with_rules: bool = True,
+    config_file: tuple[str, Path] | None = None,
+) -> Iterator[local_grpo_step.LocalTrainer]:
+    """A trainer in this process whose workers are ready. `config_file`: name and folder of a YAML file to start from."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
-    config = ppo_inputs.with_training_steps(load_ppo_config(settings), steps)
+    config = ppo_inputs.with_training_steps(load_ppo_config(settings, *(config_file or ())), steps)
     tokenizer = ppo_inputs.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}
     rewards = ppo_inputs.start_reward_manager(config) if with_rules else None
     recorder = RunRecorder(config, PPO_DISPLAY)
-    trainer = LocalTrainer(
+    trainer = local_grpo_step.LocalTrainer(
         config, tokenizer, ppo_workers.build_role_worker_mapping(config, own_classes), None, *datasets,
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
     )  # fmt: skip
@@ -77,6 +72,21 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     assert {"init_model", "export_weights", "load_weights"} <= {row["method"] for row in rows if row["step"] == 0}
     methods = {row["method"] for row in rows}
     assert {"generate_sequences", "compute_ref_log_prob", "update_critic", "update_actor", "load_weights"} <= methods
+
+
+def test_the_example_of_one_grpo_step_updates_the_policy_without_ray(capsys: pytest.CaptureFixture):
+    metrics = local_grpo_step.main()
+    assert not ray.is_initialized()
+    assert metrics["actor/grad_norm"] > 0 and "critic/grad_norm" not in metrics
+    assert capsys.readouterr().out.count("advantage") == 2 * 4  # prompts x samples
+
+
+def test_the_grpo_recipe_trains_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, tiny_llama: Callable):
+    recipe = "toy", ROOT / "examples/grpo/config"
+    run_locally(tmp_path, tiny_llama, "trainer.val_before_train=false", steps=1, config_file=recipe)
+    (step,) = metrics_of(tmp_path)
+    assert step["actor/grad_norm"] > 0 and step["actor/kl_coef"] == 0.001
+    assert "critic/grad_norm" not in step and "actor/reward_kl_penalty" not in step
 
 
 def test_checkpoints_in_the_critics_warm_up_change_nothing_and_the_actors_schedule_ends_with_the_run(
