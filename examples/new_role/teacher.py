@@ -1,4 +1,4 @@
-"""A role of one's own: a frozen teacher in a pool of its own, whose opinion of a response is added to the reward."""
+"""A custom role: a frozen teacher in a pool of its own; its log-probability of a response is added to the reward."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from verl_like.workers.reference import ReferenceWorker
 
 
 class TeacherWorker(ReferenceWorker):
-    """The reference policy's code with a role of its own; a role of the user's gets the whole configuration.
+    """The reference policy's code with a role of its own; a custom role gets the whole configuration.
 
     The teacher here is the model that training starts from. Another model is one line: give `super().__init__` a copy
     of the settings with another `model.path`.

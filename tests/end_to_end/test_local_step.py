@@ -32,7 +32,7 @@ def local_trainer(
     with_rules: bool = True,
     config_file: tuple[str, Path] | None = None,
 ) -> Iterator[local_grpo_step.LocalTrainer]:
-    """A trainer in this process whose workers are ready. `config_file`: name and folder of a YAML file to start from."""
+    """A trainer in this process whose workers are ready; `config_file` is the name and the folder of a YAML file."""
     folder.mkdir(exist_ok=True)
     settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
     config = ppo_inputs.with_training_steps(load_ppo_config(settings, *(config_file or ())), steps)

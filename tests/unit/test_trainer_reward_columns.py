@@ -60,5 +60,5 @@ def test_a_reward_column_of_two_roles_is_refused():
 
 
 def test_a_reward_column_of_a_role_that_validation_does_not_call_is_refused():
-    with pytest.raises(ValueError, match="'politeness', but only a reward model and roles of your own reward, not the"):
+    with pytest.raises(ValueError, match="'politeness', but only a reward model and custom roles reward, not the"):
         reward_columns({"ref": Judge}, with_rules=True)

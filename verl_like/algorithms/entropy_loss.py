@@ -18,7 +18,7 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
 def compute_entropy_loss(logits: torch.Tensor, response_mask: torch.Tensor, *, aggregate: Aggregate) -> torch.Tensor:
     """Aggregated token entropy; the actor subtracts `entropy_coeff` times this from its loss.
 
-    Whoever already has the entropy per token calls `aggregate(entropy, response_mask)` instead.
+    With the entropy per token at hand, call `aggregate(entropy, response_mask)` instead.
 
     Args:
         logits: (B, R, V) float.

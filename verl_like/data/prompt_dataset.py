@@ -1,7 +1,7 @@
 """The prompts of a run, tokenised once when they are loaded."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class PromptDataset:
     """Rows in verl's schema with their prompts as token ids, none longer than `max_prompt_length`.
 
-    Prompts go through the tokenizer's chat template with a generation prompt; what is tokenised here is what the
-    rollout continues and what the length limit counts.
+    Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues exactly these
+    tokens, and the length limit counts them.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -26,9 +26,9 @@ class PromptDataset:
         prompt_key: the field with the chat messages.
         reward_fn_key: the field that selects the reward function.
         max_prompt_length: limit in tokens, and the width P of collated batches.
-        filter_overlong_prompts: leave longer prompts out, before `truncation` sees them.
-        truncation: what becomes of longer prompts: `error`, or which end loses tokens: `left`, `right`, or `middle`.
-        max_samples: use the first so many rows; -1 means all.
+        filter_overlong_prompts: leave longer prompts out instead of truncating them.
+        truncation: `error` refuses longer prompts; `left`, `right` or `middle` is where tokens are cut.
+        max_samples: number of rows to use, from the first; -1 means all.
         apply_chat_template_kwargs: further arguments of the chat template.
 
     Attributes:
@@ -100,6 +100,9 @@ class PromptDataset:
             "extra_info": row.extra_info,
         }
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
     def collate(self, rows: Sequence[Mapping[str, Any]], epoch: int) -> DataProto:
         """A batch of B rows, padded on the left to P = `max_prompt_length`.
 
@@ -143,7 +146,7 @@ def _tokenize(
             text = tokenizer.apply_chat_template(
                 row.messages, tokenize=False, add_generation_prompt=True, **template_kwargs
             )
-        except Exception as error:  # a template raises what it likes; which row it was is what the user needs
+        except Exception as error:  # a template may raise anything; the error names the row
             raise ValueError(
                 f"{row.place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
                 f"{[message['role'] for message in row.messages]}: {type(error).__name__}: {error}"

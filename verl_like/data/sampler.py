@@ -6,7 +6,7 @@ import numpy as np
 class EpochSampler:
     """Splits each epoch's order of the rows into batches and drops the last incomplete one.
 
-    Nothing is remembered between calls, so a resumed run needs the step only.
+    It keeps no state, so a resumed run needs only the number of the step.
 
     Args:
         num_rows: rows of the dataset.
@@ -32,7 +32,7 @@ class EpochSampler:
         self.num_batches_per_epoch = num_rows // batch_size
 
     def batch(self, step: int) -> tuple[int, list[int]]:
-        """The epoch and the row indices of a step; steps count from 0 and run on over the epochs."""
+        """The epoch and the row indices of a step; steps count from 0, over all epochs."""
         epoch, position = divmod(step, self.num_batches_per_epoch)
         order = np.arange(self.num_rows)
         if self.shuffle:

@@ -36,7 +36,7 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What came back for B samples, in their order."""
+    """The results of B samples, in their order."""
 
     scores: np.ndarray  # (B,) float32; 0 where skipped, and where on_error="score" replaced a failure
     skipped: np.ndarray  # (B,) bool: the function returned None, or failed under on_error="skip"
@@ -66,10 +66,10 @@ class _Answer:
 class RewardManager:
     """Runs one reward function in `num_workers` processes that load it once.
 
-    Each process has one sample at a time and a thread that waits for it, so what happens to a process concerns that
-    sample alone. One that hangs is killed after `timeout_s` and replaced; one that dies likewise. What then happens to
-    its sample is `on_error`: "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. A
-    process that dies while it loads the function or waits is replaced, and no sample is lost.
+    Each process scores one sample at a time, and a thread waits for it, so a failure affects that sample only. A
+    process that takes longer than `timeout_s` is killed and replaced; one that dies is replaced. `on_error` says what
+    happens to the sample: "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. A
+    process that dies while it loads the function or is idle is replaced, and no sample is lost.
 
     Raises:
         ValueError: the function cannot be loaded.
@@ -105,7 +105,7 @@ class RewardManager:
         loading = [self._threads.submit(process.start) for process in self._processes]
         try:
             for future in loading:
-                future.result()  # which has deadlines of its own
+                future.result()  # `start` has its own deadlines
         except ProcessDied as error:
             self.close()
             raise ValueError(
@@ -125,12 +125,12 @@ class RewardManager:
         return pending
 
     def expect(self, num_samples: int) -> "PendingRewards":
-        """For samples that are still to come, one after the other, in any order: see `PendingRewards.submit`."""
+        """A place for `num_samples` samples that are submitted later, in any order (`PendingRewards.submit`)."""
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
     def check(self, samples: list[RewardSample]) -> None:
-        """Scores samples with an invented response before training.
+        """Scores samples with an example response before training.
 
         Raises:
             RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning.
@@ -180,7 +180,7 @@ class RewardManager:
         return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
-        """Gets a process to take the sample up; one that died while it waited, or while it loads, is replaced."""
+        """Hands the sample to a process; one that died while it was idle, or dies while it loads, is replaced."""
         causes = []
         for _ in range(_ATTEMPTS):
             try:
@@ -189,11 +189,11 @@ class RewardManager:
                 if self._is_closed:
                     raise
                 causes.append(str(error))
-                logger.warning("a reward process ended while it waited or loaded: %s; another one is started", error)
+                logger.warning("a reward process ended while it was idle or loading: %s; another one is started", error)
             except ValueError as error:
                 raise RewardError(f"the reward function cannot be loaded any more: {error}") from error
         raise RewardError(
-            f"{_ATTEMPTS} reward processes in a row ended before they took up a sample ({'; '.join(causes)}): the "
+            f"{_ATTEMPTS} reward processes in a row ended before they began a sample ({'; '.join(causes)}): the "
             "machine may be out of memory, or the function's module ends its process"
         )
 
@@ -257,7 +257,7 @@ class PendingRewards:
         )
 
     def answers(self) -> Iterator[_Answer]:
-        """Every sample's outcome, in order, each as soon as it is there; raises as `get` does under any policy."""
+        """Yields every sample's outcome in order, each when it is known; raises as `get` does under any `on_error`."""
         deadline = time.monotonic() + self._longest_s
         for sample, future in zip(self._samples, self._futures, strict=True):
             assert sample is not None and future is not None, "a sample was never submitted"

@@ -1,4 +1,4 @@
-"""One reward process, asked over a socket of its own: what happens to it concerns no other."""
+"""One reward process with its own socket to the driver, so that a failure affects no other process."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 START_S = 60.0  # a process starts and imports the user's module within this time
-_TRANSFER_S = 60  # and goes on reading or writing a message within this time
+_TRANSFER_S = 60  # it continues to read or write a message within this time
 _EXIT_S = 10.0
 
 
@@ -29,14 +29,14 @@ class RewardFunctionSpec:
 
 
 class ProcessDied(RuntimeError):
-    """A process ended that should not have."""
+    """A reward process ended unexpectedly."""
 
 
 class RewardProcess:
-    """A reward process, and the one that replaces it when it ended.
+    """A reward process, and its replacement after it ended.
 
-    The interpreter is started anew and imports the driver's `__main__` as little as its other modules. One thread at a
-    time uses it; `kill` may be called from any.
+    It is a new interpreter that imports none of the driver's modules, `__main__` included. One thread at a time uses
+    it; `kill` may be called from any thread.
     """
 
     def __init__(self, reward_fn: RewardFunctionSpec, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class RewardProcess:
         """Starts it, unless it runs, and waits until it has loaded the reward function.
 
         Raises:
-            ProcessDied: it did not survive that.
+            ProcessDied: it ended, or took too long.
             ValueError: the function cannot be loaded.
         """
         if self._popen is not None:
@@ -68,10 +68,10 @@ class RewardProcess:
             raise ValueError(problem)
 
     def begin(self, *arguments: Any) -> None:
-        """Hands a sample to it (the arguments of `score_sample`), starting it if need be; returns once it scores it.
+        """Starts the process if needed and hands it a sample (the arguments of `score_sample`); returns when it begins.
 
         Raises:
-            ProcessDied: before it began, so the sample has nothing to do with it.
+            ProcessDied: it ended before it began, so the sample is not the cause.
             ValueError: the function cannot be loaded any more.
         """
         self.start()
@@ -80,13 +80,13 @@ class RewardProcess:
             self._receive(START_S)
         except TimeoutError:
             self.stop()
-            raise ProcessDied(f"it took up no sample for {START_S:.0f} s") from None
+            raise ProcessDied(f"it began no sample for {START_S:.0f} s") from None
 
     def answer(self) -> dict[str, Any]:
-        """What `score_sample` says of the sample that was begun.
+        """The answer of `score_sample` for the sample that was begun.
 
         Raises:
-            ProcessDied: while it scored the sample.
+            ProcessDied: it ended while it scored the sample.
             TimeoutError: it scored for longer than `timeout_s` and was stopped.
         """
         try:
@@ -96,7 +96,7 @@ class RewardProcess:
             raise
 
     def kill(self) -> None:
-        """Ends it for good, whatever another thread waits for; `stop` afterwards, when no thread uses it."""
+        """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when no thread does."""
         with self._lock:
             self._is_killed = True
             if self._popen is not None:
@@ -132,7 +132,7 @@ class RewardProcess:
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    process_group=0,  # it ends together with what the function starts
+                    process_group=0,  # so that programs which the function starts end with it
                 )
             except OSError as error:
                 ours.close()
@@ -158,7 +158,7 @@ class RewardProcess:
             raise self._died() from error
 
     def _died(self) -> ProcessDied:
-        """The socket is closed at the other end: the process is gone, or will be."""
+        """The other end of the socket is closed: the process has ended or is about to."""
         assert self._popen is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=_EXIT_S)  # for its own exit code

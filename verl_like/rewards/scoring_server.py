@@ -1,6 +1,6 @@
 """What runs in a reward process: load the function once, then score one sample at a time.
 
-Every answer crosses to the driver as JSON text, errors included: no object of the user's code is unpickled there.
+Answers and errors travel to the driver as JSON text, so the driver unpickles no object of custom code.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to 
 _reward_fn: functools.partial[Any] | None = None
 _timeout_s = 0.0
 _runner: asyncio.Runner | None = None
-_user_file: str | None = None  # the file of the user's function, None for the rewards by data source
+_user_file: str | None = None  # the file of the custom function, None for the rewards by data source
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:
-    """The life of a reward process: loads the function that it is told first, then scores what comes, one by one.
+    """Runs a reward process: loads the function named in the first message, then scores one sample per message.
 
-    It says whether the function could be loaded, and of each sample that it begins, and then the answer.
+    It answers whether the function could be loaded. For each sample it answers that it begins, and then the score.
     """
     _die_with_the_driver(parent_pid)
     os.set_inheritable(socket_fd, False)
@@ -80,7 +80,7 @@ def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_i
         if inspect.isawaitable(result):
             result = _runner.run(_wait_for(result))
         answer = check_result(result)
-    except BaseException as error:  # user code: even SystemExit is an answer about this sample
+    except BaseException as error:  # custom code: even SystemExit is an error of this sample
         answer = _describe(error)
     finally:
         faulthandler.cancel_dump_traceback_later()

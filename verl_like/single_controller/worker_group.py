@@ -32,7 +32,7 @@ class ClassWithInitArgs:
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         # verl passes ray.remote(WorkerClass); the class inside is what its process builds.
         metadata = getattr(cls, "__ray_metadata__", None)
-        self.cls: type = cls if metadata is None else metadata.modified_class.__ray_actor_class__
+        self.cls: Any = cls if metadata is None else metadata.modified_class.__ray_actor_class__
         self.args, self.kwargs = args, kwargs
 
     def __call__(self) -> Any:
@@ -68,6 +68,10 @@ class WorkerGroup(abc.ABC):
             if hasattr(self, name):
                 raise ValueError(f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: rename it")
             setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
+
+    def __getattr__(self, name: str) -> BoundMethod:
+        # Registered methods are attributes; this is called for names that are none.
+        raise AttributeError(f"the worker group {self.__dict__.get('role', '')!r} has no registered method {name!r}")
 
     @abc.abstractmethod
     def put(self, data: DataProto) -> Part:
@@ -133,7 +137,7 @@ class WorkerGroup(abc.ABC):
     def mesh(self, mesh_name: str) -> Mesh:
         """The coordinates that the ranks registered, asked for once."""
         if mesh_name not in self._meshes:
-            coordinates = self.query_dispatch_collect_info(mesh_name)  # type: ignore[attr-defined]
+            coordinates = self.query_dispatch_collect_info(mesh_name)
             self._meshes[mesh_name] = Mesh.from_coordinates(self.role, mesh_name, coordinates)
         return self._meshes[mesh_name]
 

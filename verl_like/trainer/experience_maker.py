@@ -259,7 +259,7 @@ class ExperienceMaker:
     def compute_advantages(self, batch: DataProto) -> None:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
         columns, algorithm = batch.batch, self.algorithm
-        inputs = {**columns, "index": batch.non_tensor_batch["uid"], "config": algorithm}
+        inputs: dict[str, Any] = {**batch.tensors(), "index": batch.non_tensor_batch["uid"], "config": algorithm}
         if "scores_by_reward" in required_inputs(self.estimator):
             inputs["scores_by_reward"] = scores_by_reward(batch, self.reward_columns)
         inputs["options"] = read_options(self.estimator, algorithm=algorithm)

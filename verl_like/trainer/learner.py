@@ -24,7 +24,7 @@ class Update:
 
 @dataclass(kw_only=True)
 class Learner:
-    """Trains the actor and the critic on experience, whoever made it.
+    """Trains the actor and the critic on experience from any maker.
 
     Each `learn` is one training step; `version` counts them and numbers the weights. Nothing is shared with makers.
     """

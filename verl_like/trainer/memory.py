@@ -1,8 +1,8 @@
-"""How much memory a run takes on a GPU: a sum by phase, made before anything starts.
+"""How much memory a run takes on a GPU: a sum for each phase, made before anything starts.
 
 Weights, Adam, gradients and the engine's share are exact. Activations are an upper estimate: the tensors that autograd
-saves in a layer were counted for Llama and Qwen3, and doubled for what a pass makes in between. OVERHEAD and ASLEEP are
-assumptions.
+saves in a layer were counted for Llama and Qwen3, and doubled for temporary tensors. OVERHEAD and ASLEEP
+are assumptions.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Phase:
-    """What lies on one GPU of a pool at the same time."""
+    """The memory of one GPU of a pool at one time."""
 
     pool: str
     name: str
@@ -167,7 +167,7 @@ def activations_per_token(size: ModelSize) -> int:
 
 
 def training_roles(config: PPOConfig) -> list[TrainingRole]:
-    """The built-in training roles of the run; roles of the user's own are not known here."""
+    """The built-in training roles of the run; custom roles are not counted."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor = policy.actor
     policy_size = ModelSize.of(policy.model, "actor_rollout_ref.model", AutoModelForCausalLM)

@@ -13,7 +13,7 @@ from verl_like.workers.models.pretrained import load_hf_config
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
-    """Bytes that lie in the object store at the end of a step, at most, by what they are.
+    """The most bytes that lie in the object store at the end of a step, by what they are.
 
     Every column that the run makes, once as its worker returned it and once as the driver passes it on, and the
     exported weights.
@@ -40,7 +40,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
-    """What to warn of, if anything; raises ValueError with the sum if `needed`, bytes by what they are, does not fit.
+    """A warning, or None; raises ValueError with the sum if `needed`, bytes by what they are, does not fit.
 
     Ray's store is as large as Ray itself makes it: a share of the memory, in /dev/shm if that has room for it, else in
     a folder on disk.

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -68,7 +69,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         say(warning)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
-    render = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
+    render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
     first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
     check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
     config = with_training_steps(config, training_steps(config, len(train_dataset)))
@@ -87,7 +88,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
         raise ValueError(
             f"nothing rewards the responses to {num_without_rule} of {len(rows)} rows: their reward_model.style is "
-            "'model', but reward_model.enable is false and no role of your own has reward_columns; enable the reward "
+            "'model', but reward_model.enable is false and no custom role has reward_columns; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
         )
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
@@ -161,20 +162,21 @@ def check_models(config: PPOConfig) -> None:
             f"{config.data.max_response_length} = {needed} tokens, but the model at "
             f"{config.actor_rollout_ref.model.path} has {longest} positions; lower one of the two."
         )
-    for key, model in configs.items():
-        check_sequence_length(model, needed, f"{key}.path={models[key].path}")
-        if model.vocab_size != policy.vocab_size:
+    for key, hf_config in configs.items():
+        check_sequence_length(hf_config, needed, f"{key}.path={models[key].path}")
+        if hf_config.vocab_size != policy.vocab_size:
             raise ValueError(
-                f"{key}.path={models[key].path} has {model.vocab_size} token ids, the policy {policy.vocab_size}: it "
-                "would read other words than the policy wrote; choose a model of the same vocabulary."
+                f"{key}.path={models[key].path} has {hf_config.vocab_size} token ids, the policy "
+                f"{policy.vocab_size}: it would read other words than the policy wrote; choose a model of the same "
+                "vocabulary."
             )
     for key, model in models.items():
         fetch_weights(model, key=key)
-    shared = {"actor_rollout_ref.actor": (config.actor_rollout_ref.actor, policy)}
-    shared |= {"critic": (config.critic, configs["critic.model"])} if config.needs_critic else {}
-    for key, (part, model) in shared.items():
-        size = part.ulysses_sequence_parallel_size
-        require_shares_of_heads(model, size, f"{key}.ulysses_sequence_parallel_size")
+    shared = {"actor_rollout_ref.actor": (policy, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)}
+    if config.needs_critic:
+        shared["critic"] = configs["critic.model"], config.critic.ulysses_sequence_parallel_size
+    for key, (hf_config, size) in shared.items():
+        require_shares_of_heads(hf_config, size, f"{key}.ulysses_sequence_parallel_size")
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:

@@ -130,7 +130,7 @@ class RayPPOTrainer:
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""
-        groups = {}
+        groups: dict[str, WorkerGroup] = {}
         roles_of_pools = process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping})
         for pool, roles in roles_of_pools:
             processes = self.ray_worker_group_cls(

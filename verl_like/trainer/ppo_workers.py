@@ -22,7 +22,7 @@ from verl_like.workers.rollout_worker import RolloutWorker
 def build_role_worker_mapping(
     config: PPOConfig, own_classes: dict[str, type[Worker]]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of each active role and its arguments; a role of the user's own gets the whole configuration."""
+    """The worker class of each active role and its arguments; a custom role gets the whole configuration."""
     seed = config.trainer.seed
     steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
     # The actor's schedule counts the steps that train it: those after the critic's warm-up.
@@ -82,7 +82,7 @@ def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:
 def check_pools_fit_this_machine(config: PPOConfig) -> None:
     """Raises ValueError with the sums unless the pools fit on the one node of a Ray that is started here."""
     use_gpu = config.trainer.device == "cuda"
-    node = {
+    node: dict[str, float] = {
         "CPU": config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1,
         "GPU": torch.cuda.device_count() if use_gpu else 0,
     }

@@ -89,7 +89,7 @@ def _timeline(steps: list[list[dict[str, Any]]]) -> str:
         return "<p>No step was finished.</p>"
     lanes = sorted({(e["pool"], e["process"]) for e in shown})
     methods = sorted({e["method"] for e in shown})
-    colours = dict(zip(methods, pyplot.get_cmap("tab10").colors * 2, strict=False))
+    colours = dict(zip(methods, matplotlib.color_sequences["tab10"] * 2, strict=False))
     origin = min(e["started"] for e in shown)
     figure, axes = pyplot.subplots(figsize=(13, 0.45 * len(lanes) + 1.6), layout="constrained")
     for event in shown:

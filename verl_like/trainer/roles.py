@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Names used in `role_mapping` and `worker_classes`; any other name there is a role of the user's own."""
+    """Names used in `role_mapping` and `worker_classes`; any other name there is a custom role."""
 
     Actor = "actor"
     Rollout = "rollout"

@@ -36,7 +36,7 @@ def reward_columns(worker_classes: Mapping[str, type[Worker]], with_rules: bool)
         for name, weight in worker_class.reward_columns.items():
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
             if role in set(Role) - {Role.RewardModel}:
-                raise ValueError(f"{where}, but only a reward model and roles of your own reward, not the {role}.")
+                raise ValueError(f"{where}, but only a reward model and custom roles reward, not the {role}.")
             if name not in ((spec and spec.writes) or ()):
                 raise ValueError(f"{where}, which is not in the writes=[...] of its {method}: name it there.")
             if name in columns:
@@ -88,7 +88,7 @@ def _extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
 class RuleScorer:
     """Scores responses with a reward function, in the background: while others are generated, and other phases run.
 
-    Rows whose `reward_model.style` is "model" are left to the reward model, except by a function of the user's own.
+    Rows whose `reward_model.style` is "model" are left to the reward model, except by a custom function.
     """
 
     def __init__(self, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, scores_every_row: bool) -> None:
@@ -133,7 +133,7 @@ def has_rule(reward_model: dict) -> bool:
 
 
 class PendingScores:
-    """The scores of the responses to some prompts, on their way while the responses are.
+    """The scores of the responses to some prompts, computed while the responses are generated.
 
     Args:
         scorer: who scores.

@@ -14,7 +14,7 @@ Backend = Callable[[dict[str, float], int], None]
 
 
 class Tracking:
-    """Appends every step to `metrics.jsonl`, always, and passes it on to the named trackers."""
+    """Appends every step to `metrics.jsonl` and passes it on to the named trackers."""
 
     def __init__(
         self, backends: Sequence[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]

@@ -86,7 +86,7 @@ def collect_weights(
 
     Every rank takes part in gathering every sharded parameter, one at a time, so that beside its share a rank holds one
     full parameter. The fingerprint is taken from the shards before they are gathered: it does not depend on the
-    gathering, the buckets or the transport, and so vouches for them.
+    gathering, the buckets or the transport, and so it detects errors in them.
 
     Args:
         named_tensors: (Hugging Face name, parameter), in the same order on every rank; full tensors or DTensors. Use

@@ -51,8 +51,7 @@ def load_config(
             them in full and says what to do.
     """
     composed = compose_tree(schema, overrides, config_name, config_dir)
-    raw = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(raw, dict)
+    raw: Any = OmegaConf.to_container(composed, resolve=False)
     _raise_if_any([*_unknown_keys(schema, raw), *_missing_keys(raw)])
     try:
         resolved = OmegaConf.to_container(composed, resolve=True)
@@ -72,7 +71,7 @@ def to_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def default_tree(model: type[ConfigModel]) -> dict[str, Any]:
+def default_tree(model: Any) -> dict[str, Any]:
     """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark for missing."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
@@ -84,7 +83,7 @@ def default_tree(model: type[ConfigModel]) -> dict[str, Any]:
     return tree
 
 
-def leaves(model: type[ConfigModel], prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
+def leaves(model: Any, prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
     """Every key of the configuration as (full path, model that declares it, field name)."""
     for name, field in model.model_fields.items():
         if _is_model(field.annotation):
@@ -150,12 +149,10 @@ def _as_forced(override: Override, presets: Iterable[str]) -> str:
         raise ConfigError(f"{line}: expected one of {', '.join(options)}")
     if key in presets:
         return line.lstrip("+")
-    return line if options else "++" + line.lstrip("+")  # options: a config group in the user's own folder
+    return line if options else "++" + line.lstrip("+")  # options: a config group in a custom folder
 
 
-def _unknown_keys(
-    schema: type[RunConfig], tree: dict[str, Any], model: type[ConfigModel] | None = None, prefix: str = ""
-) -> Iterator[str]:
+def _unknown_keys(schema: type[RunConfig], tree: dict[str, Any], model: Any = None, prefix: str = "") -> Iterator[str]:
     for name, value in tree.items():
         path, field = f"{prefix}{name}", (model or schema).model_fields.get(name)
         if field is None:

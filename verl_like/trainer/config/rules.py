@@ -1,6 +1,6 @@
 """Rules that join several keys. Each is a function named after what it demands and yields what is wrong, with the sum.
 
-Whether an advantage estimator or policy loss of one's own, or a worker class, exists is not checked here: that imports
+Whether a custom advantage estimator, policy loss or worker class exists is not checked here: that imports
 torch, and the trainer looks before it starts Ray.
 """
 
@@ -38,7 +38,7 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
     for role in config.role_mapping:
         if role not in built_in and role not in config.worker_classes:
             yield (
-                f"role_mapping.{role}: the built-in roles are {', '.join(built_in)}; a role of your own also "
+                f"role_mapping.{role}: the built-in roles are {', '.join(built_in)}; a custom role also "
                 f"needs worker_classes.{role}=package.module.Class{_nearest(role, built_in)}"
             )
     for role, path in config.worker_classes.items():
@@ -63,7 +63,7 @@ def estimator_is_built_in_unless_own_code_may_register_it(config: PPOConfig) -> 
     if name not in BUILT_IN_ESTIMATORS and not config.worker_classes:
         yield (
             f"algorithm.adv_estimator={name} is not built in, only {list(BUILT_IN_ESTIMATORS)}"
-            f"{_nearest(name, BUILT_IN_ESTIMATORS)}; one of your own is registered by a module of worker_classes"
+            f"{_nearest(name, BUILT_IN_ESTIMATORS)}; a custom one is registered by a module of worker_classes"
         )
 
 
@@ -174,7 +174,7 @@ TOKEN_BUDGETS = (
 
 
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
-    """Budgets that follow one another are told once."""
+    """Budgets that follow one another are reported once."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     told: set[tuple[int, int]] = set()
     for key, switch, role in TOKEN_BUDGETS:

@@ -56,7 +56,7 @@ class DataConfig(ConfigModel):
 
 
 class CustomRewardFunctionConfig(ConfigModel):
-    """A reward function of the user's own."""
+    """A custom reward function."""
 
     path: str | None = None
     """Python file, or pkg://package.module, that holds the function; null means the built-in rewards by data source."""
@@ -209,7 +209,7 @@ class PPOConfig(RunConfig):
     def needs_old_log_probs(self) -> bool:
         """Whether log-probabilities are computed before the update. Where a batch is one optimizer step of the actor,
         they are those of that step's own forward pass; only the KL penalty in the reward needs them before, and
-        perhaps an actor class of the user's own."""
+        perhaps a custom actor class."""
         actor = self.actor_rollout_ref.actor
         is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
         return self.algorithm.use_kl_in_reward or not is_one_step or Role.Actor in self.worker_classes

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import TrainedModelConfig
@@ -100,7 +101,7 @@ class FsdpEngine(TrainingEngine):
             compile_layers(hf)
         if gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        self.units = [*decoder_layers(hf), self.model]
+        self.units: list[Any] = [*decoder_layers(hf), self.model]  # fully_shard makes them FSDPModules
         self._shard(self.model)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.parameters, optim) if optim else None
@@ -174,9 +175,10 @@ class FsdpEngine(TrainingEngine):
         Where layers are freed after their pass, their gradients are too: each call leaves a rank its shard, in float32.
         Otherwise the whole model fits on every rank, and its gradients stay there until the last call.
         """
-        self.model.set_requires_gradient_sync(is_last or self.reshard)
-        self.model.set_requires_all_reduce(is_last)
-        self.model.set_reshard_after_backward(is_last or self.reshard)
+        outermost = self.units[-1]
+        outermost.set_requires_gradient_sync(is_last or self.reshard)
+        outermost.set_requires_all_reduce(is_last)
+        outermost.set_reshard_after_backward(is_last or self.reshard)
         loss.backward()
 
     def step(self) -> StepResult:
@@ -203,7 +205,7 @@ class FsdpEngine(TrainingEngine):
 
     def _clip_gradients(self) -> float:
         """Scales the gradients to at most `grad_clip`; returns their norm over all ranks."""
-        gradients = [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
+        gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
         squared = torch.nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
@@ -246,13 +248,13 @@ class FsdpEngine(TrainingEngine):
         # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
         # host memory, for an inference engine may have its share of the device.
         for name, parameter in self.named_parameters():
-            gathered = parameter.detach().to("cpu", dtype).full_tensor()
+            gathered = cast(DTensor, parameter.detach().to("cpu", dtype)).full_tensor()
             if dist.get_rank() == 0:
                 kept[name] = gathered
         if dist.get_rank() == 0:
             save_pretrained(self.model.hf, kept, config, dtype, path)
 
-    def _state(self) -> dict:
+    def _state(self) -> dict[str, Any]:
         optimizers = [self.optimizer] if self.optimizer else []
         model_state, optimizer_state = get_state_dict(self.model, optimizers)
         state = {"model": model_state, "training_steps": torch.tensor(self.training_steps)}

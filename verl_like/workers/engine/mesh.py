@@ -1,6 +1,7 @@
 """The ranks of a worker group: how they find each other, and who shares parameters and sequences with whom."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
         return
     if device == "cuda":
         torch.cuda.set_device(0)
-    alone = {"store": dist.HashStore()} if world_size == 1 else {}
+    alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE, **alone)
 

@@ -116,7 +116,7 @@ MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, MicroMetrics]]
 
 def to_rows(data: DataProto, device: str) -> Rows:
     """The batch's tensors on the device; padding rows lose their response tokens, so that they count nowhere."""
-    rows = {name: column.to(device) for name, column in data.batch.items()}
+    rows = {name: column.to(device) for name, column in data.tensors().items()}
     if PAD_COLUMN in rows:
         rows["response_mask"] = rows["response_mask"] * ~rows[PAD_COLUMN].unsqueeze(-1)
     return rows

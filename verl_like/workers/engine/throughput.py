@@ -38,10 +38,9 @@ class Stopwatch:
         lengths_B = rows["attention_mask"].sum(-1)
         if PAD_COLUMN in rows:
             lengths_B = lengths_B.masked_fill(rows[PAD_COLUMN], 0)
-        lengths_B = lengths_B.cpu().numpy()
         scored_B = rows["response_mask"].sum(-1).cpu().numpy()
         self.tokens = int(lengths_B.sum())
-        self.flops = passes * float(engine.cost.forward(lengths_B, scored_B).sum())
+        self.flops = passes * float(engine.cost.forward(lengths_B.cpu().numpy(), scored_B).sum())
         self.start = time.perf_counter()
 
     def metrics(self) -> dict[str, Metric]:

@@ -123,8 +123,9 @@ def packed_sdpa(
         if softcap is not None:
             output = _softcapped(q, k, v, mask_LL, scale, softcap)
         else:
-            causal = {"attn_mask": mask_LL, "is_causal": mask_LL is None}
-            output = F.scaled_dot_product_attention(q, k, v, **causal, scale=scale, enable_gqa=enable_gqa)
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scale, enable_gqa=enable_gqa
+            )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)
 
@@ -139,8 +140,10 @@ def _softcapped(
     return logits_LL.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
-# torch 2.11's kernel takes grouped heads too, without being told.
-_VARLEN_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# torch 2.11's kernel takes grouped heads without a setting.
+_VARLEN_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 def packed_varlen(
@@ -156,9 +159,15 @@ def packed_varlen(
     """The same by torch's variable-length kernel, in one call."""
     assert softcap is None, "choose_attention gives a model with bounded logits another kernel"
     longest = max(sequence_lengths)
-    output_NHD = varlen_attn(
-        *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
-        *(cu_seqlens, cu_seqlens, longest, longest),
+    query_NHD, key_NHD, value_NHD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    output_NHD: Any = varlen_attn(
+        query_NHD,
+        key_NHD,
+        value_NHD,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_VARLEN_GROUPED,

@@ -99,7 +99,11 @@ class ValueModel(PackedModel):
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
         # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place operation.
-        return self.hf.score(self.hidden_states(packed)[packed.scored]).squeeze(-1).to(torch.float32, copy=True)
+        return (
+            self.hf.get_submodule("score")(self.hidden_states(packed)[packed.scored])
+            .squeeze(-1)
+            .to(torch.float32, copy=True)
+        )
 
 
 class RewardModel(PackedModel):
@@ -108,4 +112,4 @@ class RewardModel(PackedModel):
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(S,) float32."""
         last = packed.cu_seqlens[1:].long() - 1
-        return self.hf.score(self.hidden_states(packed)[last]).squeeze(-1).to(torch.float32, copy=True)
+        return self.hf.get_submodule("score")(self.hidden_states(packed)[last]).squeeze(-1).to(torch.float32, copy=True)

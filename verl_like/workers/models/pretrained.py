@@ -226,7 +226,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
                 raise ValueError(
                     f"the tokenizer of actor_rollout_ref.model, as {name} reads it ({type(one).__name__}), is not that "
                     f"of {file}: {text!r} becomes {own_ids}, not {ids}, and those are decoded as {own_decoded!r}, not "
-                    f"{decoded!r}. Training, or whoever loads its result, would work on other text than the model "
+                    f"{decoded!r}. Training, or a program that loads its result, would read other text than the model "
                     "knows: set actor_rollout_ref.model.tokenizer_path to a folder that transformers reads as its "
                     "tokenizer.json says."
                 )

@@ -69,17 +69,17 @@ def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least
             f"row {longest} has {lengths_B[longest]} tokens, more than the {max_tokens} of a micro-batch; raise the "
             "*_max_token_len_per_gpu of this pass to at least the longest sequence."
         )
-    lengths = lengths_B.tolist()
-    micro_batches = _first_fit_decreasing(lengths, max_tokens)
-    count = min(max(len(micro_batches), at_least), len(lengths))
-    if len(micro_batches) < len(lengths) and lengths_B.sum() < _FULL * count * max_tokens:
-        even = _longest_first(lengths, count)
-        if max(_totals(even, lengths)) <= max_tokens:
+    tokens: list[int] = lengths_B.tolist()
+    micro_batches = _first_fit_decreasing(tokens, max_tokens)
+    count = min(max(len(micro_batches), at_least), len(tokens))
+    if len(micro_batches) < len(tokens) and lengths_B.sum() < _FULL * count * max_tokens:
+        even = _longest_first(tokens, count)
+        if max(_totals(even, tokens)) <= max_tokens:
             micro_batches = even
     while len(micro_batches) < count:
         largest = max(micro_batches, key=len)
         micro_batches.append([largest.pop() for _ in range(len(largest) // 2)])
-    heaviest_first = np.argsort([-tokens for tokens in _totals(micro_batches, lengths)], kind="stable")
+    heaviest_first = np.argsort([-total for total in _totals(micro_batches, tokens)], kind="stable")
     return [micro_batches[index] for index in heaviest_first.tolist()]
 
 
@@ -180,7 +180,7 @@ def require_shares_of_heads(hf_config: PretrainedConfig, size: int, key: str) ->
     num_groups(size, heads, "attention heads of the model, of which every rank takes a share", key=key)
 
 
-def _totals(parts: list[list[int]], work: list[float]) -> list[float]:
+def _totals(parts: list[list[int]], work: Sequence[float]) -> list[float]:
     return [sum(map(work.__getitem__, rows)) for rows in parts]
 
 
@@ -202,7 +202,7 @@ def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _longest_first(work: list[float], num_parts: int, max_rows: int | None = None) -> list[list[int]]:
+def _longest_first(work: Sequence[float], num_parts: int, max_rows: int | None = None) -> list[list[int]]:
     """Each row, the longest first, to the part with the least work so far that has fewer than `max_rows` rows."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, part) for part in range(num_parts)]  # a heap

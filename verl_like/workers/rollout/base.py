@@ -175,9 +175,9 @@ class RolloutEngine(ABC):
         token_lists = strip_padding(prompts, labels, self.config.prompt_length)
         is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
         real_rows = [row for row, is_pad in enumerate(is_pad_B.tolist()) if not is_pad]
-        told_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
+        reported_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
         with closing(self._generate(token_lists, sampling, seeds)) as generation:
-            groups = yield from self._collect(generation, told_uids, labels, sampling)
+            groups = yield from self._collect(generation, reported_uids, labels, sampling)
         num_cached = sum(completion.num_cached_tokens for row in real_rows for completion in groups[row])
         num_prompt_tokens = sampling.n * sum(len(token_lists[row]) for row in real_rows)
         output = assemble(
@@ -197,11 +197,11 @@ class RolloutEngine(ABC):
     def _collect(
         self,
         generation: Iterator[list[tuple[int, int, Completion]]],
-        told_uids: Mapping[int, str],
+        reported_uids: Mapping[int, str],
         labels: Sequence[str],
         sampling: Sampling,
     ) -> Generator[list[FinishedSample], None, list[list[Completion]]]:
-        """Checks what the engine finishes, yields that of the rows in `told_uids`, returns all by prompt and index."""
+        """Checks what the engine finishes, yields that of the rows in `reported_uids`, returns all by prompt and k."""
         vocab_size = self.hf_config.get_text_config().vocab_size
         groups: list[dict[int, Completion]] = [{} for _ in labels]
         finished: list[FinishedSample] = []
@@ -210,8 +210,8 @@ class RolloutEngine(ABC):
             for row, index, completion in completions:
                 check_completion(completion, f"Response {index} of {labels[row]}", sampling, vocab_size=vocab_size)
                 groups[row][index] = completion
-                if row in told_uids:
-                    finished.append(FinishedSample(told_uids[row], index, completion.token_ids))
+                if row in reported_uids:
+                    finished.append(FinishedSample(reported_uids[row], index, completion.token_ids))
             if finished and time.monotonic() - told > _SECONDS_BETWEEN_PARTS:
                 yield finished
                 finished, told = [], time.monotonic()

@@ -172,7 +172,7 @@ class VllmEngine(RolloutEngine):
     ) -> Generator[list[tuple[int, int, Completion]], None, None]:
         import vllm
 
-        settings = {
+        settings: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
