@@ -1,5 +1,6 @@
 """The run shell knows no trainer: one of a few lines runs through it as PPO does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import metrics_of
 from test_interruptions import assert_nothing_is_left, heed_interrupts
 
 TOY = Path(__file__).with_name("toy_trainer.py")
@@ -20,6 +20,11 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(TOY), f"trainer.default_local_dir={folder}/runs", *overrides]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **pipes, start_new_session=True, preexec_fn=heed_interrupts)
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl, whose metrics docs/metrics.md does not describe."""
+    return [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.ray
