@@ -67,8 +67,8 @@ def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, se
             "actor_rollout_ref.rollout.dtype=bfloat16", f"reward_model.model.path={path}", *settings,
         ]
     )  # fmt: skip
-    # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4; float32 of R; 2 booleans of a row.
-    row = 8 * (3 * 12 + 8 + 2 * 4) + 4 * floats * 4 + 2
+    # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4; float32 of R and 1 of a row; 2 booleans of a row.
+    row = 8 * (3 * 12 + 8 + 2 * 4) + 4 * (floats * 4 + 1) + 2
     rows, weights = step_bytes(config).values()
     assert rows == 2 * 18 * row
     assert weights == 2 * sum(parameter.numel() for parameter in model.parameters())
