@@ -449,8 +449,8 @@ SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
 @pytest.mark.parametrize(
     ("role", "method", "reads", "writes"),
     [
-        (ActorRolloutRefWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys")),
-        (ActorRolloutRefWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
+        (ActorWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys")),
+        (ReferenceWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
         (CriticWorker, "compute_values", SEQUENCE, ("values",)),
         (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns"), None),
     ],
