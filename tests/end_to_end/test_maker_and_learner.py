@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_local_step import LocalTrainer, local_trainer
+from test_local_step import local_trainer
 
+from examples.local_grpo_step import LocalTrainer
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
