@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import step_corrections as corrections
 import step_world as world
 import torch
 from step_llama import Llama, Parameters
@@ -116,7 +117,7 @@ class Run:
         scored = [row for row in rows if row.score is not None]
         metrics |= self.rewards(scored)
         self.advantages(scored, rows)
-        metrics |= batch_metrics(scored, rows, settings)
+        metrics |= batch_metrics(scored, rows, settings) | corrections.correct(scored, settings)
         if self.critic:
             metrics |= self.critic.update(rows, self.n, self.value_loss)
         if number > settings["trainer.critic_warmup"]:
@@ -136,6 +137,8 @@ class Run:
                 row.score += float(self.reward_model_score(row))
             for name in world.SHIFTS.keys() & row.known.keys():
                 row.known[name] += torch.tensor([world.shift(name, row.number, t) for t in row.positions])
+            if self.settings[corrections.BYPASS]:
+                row.known["old_log_probs"] = row.rollout
 
     def rollout(self, step: int) -> list[Row]:
         """The prompts of this step, `n` responses each, with the scores of the rule."""
@@ -173,7 +176,8 @@ class Run:
             self.settings[f"{ACTOR}.ppo_epochs"] == 1
             and self.settings[f"{ACTOR}.ppo_mini_batch_size"] == self.settings["data.train_batch_size"]
         )
-        return self.settings["algorithm.use_kl_in_reward"] or not is_one_step
+        asked = any(self.settings[key] for key in ("algorithm.use_kl_in_reward", *corrections.SWITCHES))
+        return not self.settings[corrections.BYPASS] and (asked or not is_one_step)
 
     def log_probs(self, model: Llama, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token that counts: its log-probability, and the entropy of the distribution it is drawn from."""
@@ -228,7 +232,7 @@ class Run:
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             bound = actor["clip_ratio_c"] * advantage
             is_bounded = (advantage < 0) & (surrogate < bound)
-            pg_losses.append(-torch.where(is_bounded, bound, surrogate))
+            pg_losses.append(-torch.where(is_bounded, bound, surrogate) * row.known.get("weights", 1.0))
             entropies.append(entropy)
             told.add("actor/pg_clipfrac", (ratio.clamp(1 - low, 1 + high) * advantage < ratio * advantage).double())
             told.add("actor/pg_clipfrac_lower", is_bounded.double())
@@ -442,12 +446,13 @@ def batch_metrics(scored: list[Row], rows: list[Row], settings: Settings) -> dic
     for kind in ("prompt", "response"):
         metrics[f"{kind}_length/clip_ratio"] = np.mean(columns[f"{kind}_length"] == settings[f"data.max_{kind}_length"])
     metrics["perf/total_num_tokens"] = sum(len(row.prompt) + len(row.token_ids) for row in rows)
-    if "old_log_probs" in scored[0].known:
+    if "old_log_probs" in scored[0].known and not settings[corrections.BYPASS]:
         rollout, actor = torch.cat([row.rollout for row in scored]).exp(), cat(scored, "old_log_probs").exp()
         difference = (rollout - actor).abs()
         for name in ("mean", "max", "std"):
             metrics[f"training/rollout_probs_diff_{name}"] = float(getattr(difference, name)())
         metrics["training/rollout_actor_probs_pearson_corr"] = np.corrcoef(rollout, actor)[0, 1]
+        metrics |= corrections.drift_metrics(scored)
     return metrics
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 FSDP, CRITIC_FSDP = f"{ACTOR}.fsdp_config", "critic.model.fsdp_config"
 
 COMMON: dict[str, Any] = {
@@ -148,6 +149,26 @@ RUNS: dict[str, dict[str, Any]] = {
         "critic.optim.lr": 3e-3,
         "critic.optim.lr_warmup_steps_ratio": 0.4,
     },
+    # GRPO whose losses are weighted, and some tokens left out, by how far the rollout is from the trainer.
+    "corrected": {
+        "algorithm.adv_estimator": "grpo",
+        f"{CORRECTION}.rollout_is": "sequence",
+        f"{CORRECTION}.rollout_is_threshold": "0.001_20.0",
+        f"{CORRECTION}.rollout_is_batch_normalize": True,
+        f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3",
+        f"{CORRECTION}.rollout_rs_threshold": "0.05_20.0,1.2",
+        f"{ROLLOUT}.n": 4,
+        f"{ACTOR}.ppo_mini_batch_size": 4,
+        f"{ACTOR}.optim.lr": 2e-3,
+    },
+    # GRPO that takes the rollout's log-probabilities for the trainer's.
+    "bypass": {
+        "algorithm.adv_estimator": "grpo",
+        f"{CORRECTION}.bypass_mode": True,
+        f"{ROLLOUT}.n": 4,
+        f"{ACTOR}.ppo_mini_batch_size": 2,
+        f"{ACTOR}.optim.lr": 2e-3,
+    },
 }
 
 # What further differs on two ranks; none of it reaches a number.
@@ -160,6 +181,8 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     },
     "warm-up": {},
     "grpo": {"reward_model.use_dynamic_bsz": True, "reward_model.forward_max_token_len_per_gpu": 30},
+    "corrected": {},
+    "bypass": {},
     "one step": {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "critic.ulysses_sequence_parallel_size": 2},
 }
 
@@ -171,6 +194,9 @@ REACHES_A_FORMULA: dict[str, tuple[str, Any]] = {
     **dict.fromkeys([key for key in RUNS["gae"] if key.startswith("algorithm.")], ("gae", DEFAULT)),
     "algorithm.adv_estimator": ("one step", DEFAULT),
     "algorithm.norm_adv_by_std_in_grpo": ("grpo", DEFAULT),
+    **dict.fromkeys([key for key in RUNS["corrected"] if key.startswith(CORRECTION)], ("corrected", DEFAULT)),
+    f"{CORRECTION}.rollout_rs_threshold": ("corrected", "0.5_2.0,1.2"),
+    f"{CORRECTION}.bypass_mode": ("bypass", DEFAULT),
     **{
         f"{ACTOR}.{name}": ("gae", DEFAULT)
         for name in (

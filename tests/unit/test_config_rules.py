@@ -278,6 +278,30 @@ def test_gae_needs_its_critic():
     assert "critic.enable=false" in refusal("critic.enable=false")
 
 
+CORRECTION = "algorithm.rollout_correction"
+ACTOR_KEY = "actor_rollout_ref.actor"
+
+
+def test_bypass_leaves_out_nothing_that_is_needed():
+    bypass = f"{CORRECTION}.bypass_mode=true"
+    assert "set actor_rollout_ref.actor.use_kl_loss=true instead" in refusal(bypass, "algorithm.use_kl_in_reward=true")
+    assert f"{CORRECTION}: bypass_mode=true computes no" in refusal(bypass, f"{CORRECTION}.rollout_is=token")
+    assert small().needs_old_log_probs and not small(bypass).needs_old_log_probs
+
+
+def test_corrections_and_selected_tokens_need_log_probabilities_before_a_single_step():
+    one_step = [f"{ACTOR_KEY}.ppo_mini_batch_size=16"]
+    assert not small(*one_step).needs_old_log_probs
+    for correction in (["rollout_is=sequence"], ["rollout_rs=token_k1", "rollout_rs_threshold=0.5_2.0"]):
+        assert small(*one_step, *(f"{CORRECTION}.{setting}" for setting in correction)).needs_old_log_probs
+    assert small(*one_step, f"{ACTOR_KEY}.policy_loss.loss_mode=kl_cov").needs_old_log_probs
+
+
+def test_a_band_of_the_command_line_is_read_as_two_numbers():
+    config = small(f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0")
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
+
+
 def test_a_clip_ratio_without_effect_is_refused():
     actor = "actor_rollout_ref.actor"
     both = [f"{actor}.clip_ratio_low=0.2", f"{actor}.clip_ratio_high=0.28"]

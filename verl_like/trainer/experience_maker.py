@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from verl_like.algorithms.advantages import estimate_advantages
+from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
 from verl_like.algorithms.kl import KLController, apply_kl_penalty
 from verl_like.algorithms.masked import on_last_token
 from verl_like.algorithms.overlong_penalty import overlong_penalty
@@ -64,6 +65,8 @@ class ExperienceMaker:
     overlong_buffer: OverlongBufferConfig
     algorithm: AlgorithmConfig
     estimator: Algorithm
+    select_tokens: Callable[..., torch.Tensor] | None
+    """Picks tokens of the whole batch for a policy loss that asks for `selected_tokens`."""
     kl_controller: KLController
     model_cost: ModelCost
     num_samples: int
@@ -102,9 +105,12 @@ class ExperienceMaker:
 
         with self.timer("adv"):
             reward_metrics = self.compute_rewards(batch)
-            # The place for what changes which tokens count, or how much: all columns but the advantages are known.
+            kept_BR, correction_metrics = self.correct_rollout(batch)
             self.compute_advantages(batch)
-        return Experience(batch, work, merge_metrics([generation_metrics, scoring_metrics, reward_metrics]))
+            self.narrow(batch, kept_BR)
+        return Experience(
+            batch, work, merge_metrics([generation_metrics, scoring_metrics, reward_metrics, correction_metrics])
+        )
 
     def validate(self, prompts: DataProto) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
         """Responses to (B,) prompts, drawn as `rollout.val_kwargs` says; meta `validate` is True.
@@ -256,6 +262,24 @@ class ExperienceMaker:
         metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef)
         return metrics
 
+    def correct_rollout(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Compares rollout and trainer as `algorithm.rollout_correction` says: adds `rollout_is_weights` (B R).
+
+        Returns:
+            The tokens that remain of `response_mask`; metrics.
+        """
+        columns, config = batch.batch, self.algorithm.rollout_correction
+        if config.bypass_mode:
+            columns["old_log_probs"] = columns["rollout_log_probs"]
+        if not (config.rollout_is or config.rollout_rs):
+            return columns["response_mask"], {}
+        weights_BR, kept_BR, metrics = compute_rollout_correction_and_rejection_mask(
+            columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
+        )
+        if weights_BR is not None:
+            columns["rollout_is_weights"] = weights_BR
+        return kept_BR, {name: Metric.mean(value) for name, value in metrics.items()}
+
     def compute_advantages(self, batch: DataProto) -> None:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
         columns, algorithm = batch.batch, self.algorithm
@@ -266,3 +290,18 @@ class ExperienceMaker:
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
         inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
         columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, inputs)
+
+    def narrow(self, batch: DataProto, kept_BR: torch.Tensor) -> None:
+        """Leaves only `kept_BR` in `response_mask`, which the losses read, and picks tokens for the policy loss.
+
+        Advantages are computed before, so that a response counts in its group and keeps the reward on its last token;
+        `sampled_mask` keeps what was sampled.
+        """
+        columns = batch.batch
+        if self.algorithm.rollout_correction.rollout_rs:
+            columns["sampled_mask"], columns["response_mask"] = columns["response_mask"], kept_BR
+        if self.select_tokens:
+            generator = torch.Generator().manual_seed(batch.meta_info["global_steps"])
+            columns["selected_tokens"] = self.select_tokens(
+                columns["old_log_probs"], columns["advantages"], columns["response_mask"], generator
+            )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
 from verl_like.trainer.scoring import EXTRA_PREFIX
 
@@ -16,10 +17,14 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     `batch` holds `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`, `returns` (all B R),
     `attention_mask` (B T) and, when there is a critic, `values` (B R).
     """
-    counted_B = batch.batch["response_mask"].any(-1)  # not the samples that were skipped
+    # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to compare.
+    old_log_probs_BR = batch.batch.get("old_log_probs")
+    has_drift = old_log_probs_BR is not None and old_log_probs_BR is not batch.batch["rollout_log_probs"]
+    mask_name = "sampled_mask" if "sampled_mask" in batch.batch else "response_mask"
+    counted_B = batch.batch[mask_name].any(-1)  # not the samples that were skipped
     counted = batch if counted_B.all() else batch.select_idxs(counted_B)
     columns = counted.batch
-    mask_BR = columns["response_mask"].bool()
+    mask_BR = columns[mask_name].bool()
     prompt_lengths_B = columns["attention_mask"][:, : -mask_BR.shape[1]].sum(-1).float()
     response_lengths_B = mask_BR.sum(-1).float()
     metrics = {
@@ -33,7 +38,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
         "perf/total_num_tokens": Metric.sum(float(batch.batch["attention_mask"].sum())),
     }
-    if "old_log_probs" in columns:
+    if has_drift:
         metrics |= _drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR)
     if "values" in columns and mask_BR.any():
         returns, values = columns["returns"][mask_BR], columns["values"][mask_BR]
@@ -117,7 +122,9 @@ def _drift(rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR
     if rollout.numel() < 2:
         return {}
     difference = (rollout - actor).abs()
+    off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
     return {
+        **{f"rollout_corr/{name}": Metric.mean(value) for name, value in off_policy.items()},
         "training/rollout_probs_diff_mean": _mean(difference),
         "training/rollout_probs_diff_max": Metric.max(difference.max().item()),
         "training/rollout_probs_diff_std": Metric.mean(difference.std().item()),

@@ -24,6 +24,13 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     size = {"int64": 8, "float32": 4, "bool": 1}
     calls = {"compute_values": config.needs_critic, "compute_ref_log_prob": config.needs_reference}
     calls |= {"compute_log_prob": config.needs_old_log_probs, "compute_rm_score": config.reward_model.enable}
+    correction, loss_needs = config.algorithm.rollout_correction, config.loss_needs
+    calls |= {
+        "driver, by rollout_is": bool(correction.rollout_is),
+        "driver, by rollout_rs": bool(correction.rollout_rs),
+        "driver, by the policy loss": "selected_tokens" in loss_needs,
+        "annotate of a custom role": "teacher_log_prob" in loss_needs,
+    }
     made = [column for column in COLUMNS.values() if column.kind == "tensor" and calls.get(column.writer, True)]
     row = sum(size[column.dtype] * length[column.dims[-1]] for column in made)
     rows = data.train_batch_size * config.actor_rollout_ref.rollout.n

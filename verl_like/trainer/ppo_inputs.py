@@ -4,8 +4,9 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,12 +17,18 @@ from verl_like.algorithms.registry import required_inputs
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
+from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory import require_memory
 from verl_like.trainer.object_store import check_object_store, step_bytes
-from verl_like.trainer.ppo_workers import build_role_worker_mapping, check_pools_fit_this_machine, import_worker_class
+from verl_like.trainer.ppo_workers import (
+    build_role_worker_mapping,
+    check_pools_fit_this_machine,
+    import_worker_class,
+)
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward_columns
 from verl_like.workers.config.models import ModelConfig
@@ -58,6 +65,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     """
     # First, because these modules may register advantage estimators and losses that the configuration names.
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    check_policy_loss(config, own_classes)
     check_environment(config)
     check_models(config)
     starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
@@ -118,6 +126,26 @@ def check_estimator(config: PPOConfig) -> None:
         raise ValueError(
             f"algorithm.adv_estimator={name} reads each reward by itself, not their sum, so it would not see the "
             f"penalty of {', '.join(ignored)}: set it to false, or choose an estimator of the sum, such as grpo."
+        )
+
+
+def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]) -> None:
+    """Raises ValueError where the policy loss is not defined for `loss_agg_mode`, or nothing writes what it needs."""
+    actor = config.actor_rollout_ref.actor
+    name = actor.policy_loss.loss_mode
+    modes = get_type_hints(get_policy_loss_fn(name)).get("loss_agg_mode")
+    if get_origin(modes) is Literal and actor.loss_agg_mode not in get_args(modes):
+        raise ValueError(
+            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: the policy loss {name} is defined only for "
+            f"{' and '.join(get_args(modes))}; set that"
+        )
+    methods = [method for worker_class in own_classes.values() for method in registered_methods(worker_class).values()]
+    written = {column for method in methods for column in method.writes or ()}
+    if "teacher_log_prob" in config.loss_needs - written:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which no role of this run "
+            "writes: add role_mapping.teacher=<pool> worker_classes.teacher=verl_like.workers.teacher.TeacherWorker, "
+            "and policy_loss.teacher_path"
         )
 
 

@@ -28,6 +28,9 @@ from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
+LOSS_COLUMNS = ["teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"]
+"""Further inputs of some policy losses."""
+
 
 class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
@@ -84,7 +87,7 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
         blocking=False,
-        reads=[*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"],
+        reads=[*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?", *LOSS_COLUMNS],
     )
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.

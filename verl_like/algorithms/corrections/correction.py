@@ -4,7 +4,6 @@ import torch
 
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
-from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.algorithms.corrections.rejection import compute_rollout_rejection_mask
 
 
@@ -17,7 +16,8 @@ def compute_rollout_correction_and_rejection_mask(
     """The weights (B, R) or None, the narrower mask (B, R), and the metrics, under `rollout_corr/`.
 
     Weights and rejection are both made from the whole mask, and the metrics are means over it. verl's function of this
-    name takes the fields of `config` one by one and returns the weights in a DataProto.
+    name takes the fields of `config` one by one, returns the weights in a DataProto, and adds the metrics of
+    off_policy_metrics.py, which here every step has.
 
     Args:
         old_log_prob: (B, R) float, the trainer's log-probabilities before the update.
@@ -26,7 +26,7 @@ def compute_rollout_correction_and_rejection_mask(
         config: the block `algorithm.rollout_correction`.
     """
     log_ratio, weights, kept = old_log_prob - rollout_log_prob, None, response_mask
-    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    metrics: dict[str, float] = {}
     if config.rollout_is:
         weights, of_weights = compute_rollout_correction_weights(
             log_ratio,

@@ -58,12 +58,9 @@ def compute_rollout_rejection_mask(
     kept = mask.clone()
     metrics: dict[str, float] = {}
 
-    def removed(kept: torch.Tensor, prefix: str) -> dict[str, float]:
-        rows = mask.any(-1)
-        return {
-            f"{prefix}_masked_fraction": float((~kept)[mask].float().mean()),
-            f"{prefix}_seq_masked_fraction": float((mask & ~kept).any(-1)[rows].float().mean()),
-        }
+    def shares_removed(kept: torch.Tensor, prefix: str) -> dict[str, float]:
+        removed = {"masked": (~kept)[mask], "seq_masked": (mask & ~kept).any(-1)[mask.any(-1)]}
+        return {f"{prefix}_{what}_fraction": float(each.float().mean()) for what, each in removed.items()}
 
     with torch.no_grad():
         d = zero_masked(log_ratio, mask).clamp(-20.0, 20.0)
@@ -86,5 +83,5 @@ def compute_rollout_rejection_mask(
             kept &= keeps
             prefix, counted = f"rollout_rs_{name}", values[mask]
             metrics |= {f"{prefix}_mean": float(counted.mean()), f"{prefix}_max": float(counted.max())}
-            metrics |= {f"{prefix}_min": float(counted.min()), **removed(keeps, prefix)}
-    return kept.to(response_mask.dtype), metrics | removed(kept, "rollout_rs")
+            metrics |= {f"{prefix}_min": float(counted.min()), **shares_removed(keeps, prefix)}
+    return kept.to(response_mask.dtype), metrics | shares_removed(kept, "rollout_rs")

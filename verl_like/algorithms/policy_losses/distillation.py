@@ -15,9 +15,10 @@ teacher_log_prob` without its gradient, the estimate of the KL to the teacher fr
 | `actor/...` | those of `vanilla`, of the second line |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher shares the tokenizer of the policy. In verl these
-options stand in the block `distillation.distillation_loss`, and this is its `loss_mode=k1` with `use_policy_gradient`;
-there distillation_loss_coef counts only with use_task_rewards. A KL to another model as a term of the loss, with the
+Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher is a custom role that writes `teacher_log_prob`,
+such as `verl_like.workers.teacher.TeacherWorker`, and shares the tokenizer of the policy. In verl these options stand
+in the block `distillation.distillation_loss`, and this is its `loss_mode=k1` with `use_policy_gradient`; there
+distillation_loss_coef counts only with use_task_rewards. A KL to another model as a term of the loss, with the
 estimators k2 and k3, is `actor.use_kl_loss`.
 """
 
@@ -32,8 +33,10 @@ from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanil
 
 
 class DistillationOptions(PolicyLossOptions):
-    """What the policy learns from beside the teacher."""
+    """The teacher, and what the policy learns from beside it."""
 
+    teacher_path: str | None = None
+    """Folder or hub name of the model that the role `verl_like.workers.teacher.TeacherWorker` runs."""
     use_task_rewards: bool = True
     """Learn from the advantages too; otherwise from the teacher alone."""
     distillation_loss_coef: Annotated[float, Field(ge=0)] = 1.0

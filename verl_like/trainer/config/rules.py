@@ -230,6 +230,15 @@ def the_overlong_buffer_lies_within_the_response(config: PPOConfig) -> Iterator[
         )
 
 
+def bypassed_log_probs_are_in_no_reward(config: PPOConfig) -> Iterator[str]:
+    if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.rollout_correction.bypass_mode=true knows only the rollout engine's log-probabilities, whose "
+            "rounding algorithm.use_kl_in_reward=true would take out of the reward as distance from the reference; "
+            "set actor_rollout_ref.actor.use_kl_loss=true instead, or bypass_mode=false"
+        )
+
+
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if warmup and not config.needs_critic:
@@ -279,6 +288,7 @@ OTHER_RULES: tuple[Rule, ...] = (
     gae_has_a_critic,
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,
+    bypassed_log_probs_are_in_no_reward,
     critic_warmup_leaves_steps_for_the_actor,
     an_enabled_reward_model_has_a_path,
     reward_function_settings_have_a_function,

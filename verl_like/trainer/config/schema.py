@@ -6,6 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from verl_like.algorithms.corrections import RolloutCorrectionConfig
+from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.registry import required_inputs
 from verl_like.config_model import ConfigModel, OpenConfigModel, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
@@ -133,6 +136,7 @@ class AlgorithmConfig(OpenConfigModel):
     """Per-token KL estimator in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     options: EstimatorOptions = EstimatorOptions()
 
 
@@ -196,6 +200,11 @@ class PPOConfig(RunConfig):
     """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
 
     @property
+    def loss_needs(self) -> frozenset[str]:
+        """What the policy loss cannot do without."""
+        return required_inputs(get_policy_loss_fn(self.actor_rollout_ref.actor.policy_loss.loss_mode))
+
+    @property
     def needs_critic(self) -> bool:
         """Whether values are estimated: `critic.enable`, or where that is null, the gae estimator."""
         return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
@@ -208,11 +217,16 @@ class PPOConfig(RunConfig):
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether log-probabilities are computed before the update. Where a batch is one optimizer step of the actor,
-        they are those of that step's own forward pass; only the KL penalty in the reward needs them before, and
-        perhaps a custom actor class."""
+        they are those of that step's own forward pass; only the KL penalty in the reward, corrections of the rollout
+        and some algorithms need them before, and perhaps a custom actor class."""
+        correction = self.algorithm.rollout_correction
+        if correction.bypass_mode:
+            return False
         actor = self.actor_rollout_ref.actor
         is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        return self.algorithm.use_kl_in_reward or not is_one_step or Role.Actor in self.worker_classes
+        is_compared = self.algorithm.use_kl_in_reward or bool(correction.rollout_is or correction.rollout_rs)
+        is_needed = is_compared or "selected_tokens" in self.loss_needs
+        return is_needed or not is_one_step or Role.Actor in self.worker_classes
 
     @property
     def active_roles(self) -> tuple[str, ...]:
