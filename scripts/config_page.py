@@ -91,19 +91,21 @@ def _row(name: str, model: type[ConfigModel], block: Any) -> str:
     else:
         default = f"`{raw[name] if isinstance(raw[name], str) else json.dumps(raw[name])}`"
     schema = model.model_json_schema()["properties"][name]
-    values = _values(schema, nullable=field.default is None)
+    values = values_of(schema, nullable=field.default is None)
     return f"| `{name}` | {default} | {values} | {' '.join(field.description.split())} |\n"
 
 
-def _values(schema: dict[str, Any], nullable: bool = False) -> str:
+def values_of(schema: dict[str, Any], nullable: bool = False) -> str:
     """What a key may be set to, from its JSON schema."""
     if "anyOf" in schema:
-        return " or ".join(_values(option) for option in schema["anyOf"])
+        return " or ".join(values_of(option) for option in schema["anyOf"])
     if "enum" in schema:
         text = ", ".join(f"`{value}`" for value in schema["enum"])
     elif schema.get("type") == "array":
         items = schema.get("prefixItems") or [schema["items"]]
-        text = f"list of {_values(items[0])}" if "items" in schema else f"list of {len(items)} x {_values(items[0])}"
+        text = (
+            f"list of {values_of(items[0])}" if "items" in schema else f"list of {len(items)} x {values_of(items[0])}"
+        )
     else:
         words = {"boolean": "`true`, `false`", "object": "mapping"}
         text = words.get(schema["type"], schema["type"]) + "".join(

@@ -12,7 +12,10 @@ from verl_like.trainer.config.compose import leaves
 
 MAX_LEAVES = 150
 # The options of one technique, which count with it and not with what a run asks of everybody.
-TECHNIQUES = ("algorithm.filter_groups.", "algorithm.rollout_correction.", "reward.overlong_buffer.")
+TECHNIQUES = (
+    *("algorithm.filter_groups.", "algorithm.rollout_correction.", "reward.overlong_buffer."),
+    *("algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo", "actor_rollout_ref.actor.clip_ratio_c"),
+)
 CONFIG_FILES = [*python_files(PACKAGE / "workers/config", PACKAGE / "trainer/config")]
 
 

@@ -5,8 +5,14 @@ import sys
 from source_tree import ROOT
 
 sys.path.append(str(ROOT / "scripts"))
+from algorithms_page import render_algorithms_page
 from columns_page import render_columns_table
 from config_page import render_config_page
+
+
+def test_the_algorithms_page_is_fresh():
+    page = (ROOT / "docs/algorithms.md").read_text()
+    assert page == render_algorithms_page(page), "run: make docs"
 
 
 def test_the_columns_page_is_fresh():

@@ -11,6 +11,7 @@ from verl_like.workers.engine.base import TrainingEngine
 
 LAYER = {
     "config_model": 0,
+    "plugins": 0,
     "protocol": 0,
     "single_controller": 1,
     "algorithms": 1,

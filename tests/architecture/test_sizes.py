@@ -8,7 +8,7 @@ from source_tree import PACKAGE, ROOT, parse, python_files, relative
 from verl_like.workers.config.roles import PolicyLossConfig
 
 # From the entry point to the engine: each file calls the next by this name.
-WALK = ("run_ppo", "RayPPOTrainer", "learn", "update_actor", "update", "on_device")
+WALK = ("run_ppo", "get_trainer", "learn", "update_actor", "update", "on_device")
 
 
 def function_lengths(tree: ast.Module) -> dict[str, int]:

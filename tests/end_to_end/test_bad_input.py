@@ -135,11 +135,6 @@ def test_cuda_without_a_device_is_refused(refusal: Refusal):
     assert "device=cpu" in refusal("trainer.device=cuda")
 
 
-def test_an_unknown_policy_loss_lists_the_known_ones(refusal: Refusal):
-    message = refusal("actor_rollout_ref.actor.policy_loss.loss_mode=vanila")
-    assert "vanila" in message and "vanilla" in message
-
-
 def test_a_worker_class_that_cannot_be_imported_is_refused(refusal: Refusal):
     message = refusal("worker_classes.actor=no_such_package.Actor")
     assert "worker_classes.actor" in message and "no_such_package" in message

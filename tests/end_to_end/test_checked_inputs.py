@@ -24,7 +24,6 @@ OWN_ALGORITHMS = """
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.policy_losses import register_policy_loss
-from verl_like.workers.actor import ActorWorker
 
 
 @register_adv_est("own_estimator")
@@ -37,28 +36,25 @@ def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, confi
     return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
 
-class OwnActor(ActorWorker):
-    pass
 """
 
 
-def test_an_estimator_and_a_loss_registered_beside_a_worker_class_can_be_named(
+def test_an_estimator_and_a_loss_of_a_plugin_can_be_named(
     tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHMS)
     monkeypatch.syspath_prepend(tmp_path)
-    for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
-        monkeypatch.setattr(registry, "functions", dict(registry.functions))
     own = [
-        "worker_classes.actor=own_algorithms.OwnActor",
+        "plugins=own_algorithms",
         "algorithm.adv_estimator=own_estimator",
         "actor_rollout_ref.actor.policy_loss.loss_mode=own_loss",
     ]
     config = load_ppo_config([*tiny_run_settings(tmp_path, tiny_llama), *own])
     with contextlib.ExitStack() as cleanup:
         inputs = check_inputs(config, cleanup)
-    assert inputs.role_worker_mapping["actor"].cls.__name__ == "OwnActor"
+    assert inputs.role_worker_mapping["actor"].plugins == ("own_algorithms",)
     del sys.modules["own_algorithms"]
+    del ADVANTAGE_ESTIMATORS.functions["own_estimator"], POLICY_LOSSES.functions["own_loss"]
 
 
 def test_a_tokenizer_that_reads_the_prompts_otherwise_than_its_file_is_refused(

@@ -319,7 +319,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     "limit": ["reward.num_workers", "reward.timeout_s", "trainer.call_timeout_s"],
     "placement": [
         *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "resource_pool_spec", "role_mapping"),
-        *("worker_classes", "ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.address"),
+        *("worker_classes", "plugins", "ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.address"),
     ],
     "report": [
         f"trainer.{name}"

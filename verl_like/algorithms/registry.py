@@ -9,8 +9,10 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from verl_like.config_model import ConfigModel
@@ -47,6 +49,17 @@ class Registry:
         """The algorithms that have a file here."""
         files = pkgutil.iter_modules(sys.modules[self.package].__path__)
         return sorted(file.name for file in files if not file.name.startswith("_"))
+
+    def may_declare(self, name: str, option: str) -> bool:
+        """Whether `name` may have an option like `option`, without importing its file, which loads torch.
+
+        True for what a plugin registers, and where the text of the file annotates a name close to the option's.
+        """
+        if name not in self.file_names():
+            return True
+        text = (Path(sys.modules[self.package].__path__[0]) / f"{name}.py").read_text()
+        fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
+        return bool(difflib.get_close_matches(option, fields, 1, cutoff=0.7))
 
     def register(self, name: str, function: AlgorithmT) -> AlgorithmT:
         """Makes `function` known as `name`.

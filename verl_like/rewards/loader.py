@@ -5,11 +5,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl_like.plugins import import_plugins
 from verl_like.rewards.registry import get_reward_fn
 
 
@@ -18,7 +19,9 @@ def score_by_data_source(data_source: str, **arguments: Any) -> Any:
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 
-def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> functools.partial[Any]:
+def load_reward_function(
+    path: str | None, name: str, reward_kwargs: Mapping[str, Any], plugins: Sequence[str] = ()
+) -> functools.partial[Any]:
     """Loads a reward function and binds `reward_kwargs` to it.
 
     Args:
@@ -26,11 +29,13 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
         name: the function in it: `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`,
             sync or async. Not used when `path` is None.
         reward_kwargs: further keyword arguments of the function.
+        plugins: modules that register rewards by data source; imported when `path` is None.
 
     Raises:
         ValueError: the file, module or function is missing, or cannot be called with these arguments.
     """
     if path is None:
+        import_plugins(plugins)
         return functools.partial(score_by_data_source, **reward_kwargs)
     module = _import_module(path)
     reward_fn = getattr(module, name, None)

@@ -26,6 +26,7 @@ class RewardFunctionSpec:
     path: str | None = None
     name: str = "compute_score"
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
 
 
 class ProcessDied(RuntimeError):
@@ -57,7 +58,7 @@ class RewardProcess:
             return
         self._spawn()
         spec = self.reward_fn
-        self._send((spec.path, spec.name, dict(spec.reward_kwargs), self.timeout_s))
+        self._send((spec.path, spec.name, dict(spec.reward_kwargs), self.timeout_s, spec.plugins))
         try:
             problem = self._receive(START_S)["load_error"]
         except TimeoutError:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,13 +50,15 @@ def serve(socket_fd: int, parent_pid: int) -> None:
         connection.send_bytes(score_sample(*arguments).encode())
 
 
-def load(path: str | None, name: str, reward_kwargs: Mapping[str, Any], timeout_s: float) -> str | None:
+def load(
+    path: str | None, name: str, reward_kwargs: Mapping[str, Any], timeout_s: float, plugins: Sequence[str]
+) -> str | None:
     """Loads the reward function; returns why it cannot be loaded, or None."""
     global _reward_fn, _runner, _timeout_s, _user_file
     _timeout_s = timeout_s
     _runner = asyncio.Runner()
     try:
-        _reward_fn = load_reward_function(path, name, reward_kwargs)
+        _reward_fn = load_reward_function(path, name, reward_kwargs, plugins)
         code = getattr(inspect.unwrap(_reward_fn.func), "__code__", None)  # None for a callable object
         _user_file = None if path is None or code is None else code.co_filename
     except ValueError as error:

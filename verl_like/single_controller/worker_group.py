@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import Execute, MethodSpec, check_reads, registered_methods
@@ -34,8 +35,11 @@ class ClassWithInitArgs:
         metadata = getattr(cls, "__ray_metadata__", None)
         self.cls: Any = cls if metadata is None else metadata.modified_class.__ray_actor_class__
         self.args, self.kwargs = args, kwargs
+        self.plugins: tuple[str, ...] = ()
+        """Modules that the process of the worker imports before."""
 
     def __call__(self) -> Any:
+        import_plugins(self.plugins)
         return self.cls(*self.args, **self.kwargs)
 
 

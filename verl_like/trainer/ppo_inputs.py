@@ -11,9 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.algorithms.advantages import get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
-from verl_like.algorithms.registry import required_inputs
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
@@ -41,6 +39,7 @@ from verl_like.workers.models.pretrained import (
     load_tokenizer,
 )
 from verl_like.workers.planning.partition import require_shares_of_heads
+from verl_like.workers.rollout import get_rollout_engine
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     Raises:
         ValueError, RewardError: what is wrong, and what to do.
     """
-    # First, because these modules may register advantage estimators and losses that the configuration names.
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
     check_policy_loss(config, own_classes)
     check_environment(config)
@@ -112,7 +110,7 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
 def check_estimator(config: PPOConfig) -> None:
     """Raises ValueError for an estimator that needs what no run has, or that does not see a configured penalty."""
     name = config.algorithm.adv_estimator
-    needs = required_inputs(get_adv_estimator_fn(name))
+    needs = config.estimator_needs
     if "sum_pi_squared" in needs:
         raise ValueError(
             f"algorithm.adv_estimator={name} needs sum_pi_squared, the sum of the squared probabilities at each token, "
@@ -152,7 +150,7 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
 def check_environment(config: PPOConfig) -> None:
     """Raises ValueError for a device, package, registered name or placement that this machine does not have."""
     check_estimator(config)
-    get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    get_rollout_engine(config.actor_rollout_ref.rollout.name)
     address = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device == "cuda" and not address and not torch.cuda.is_available():
         raise ValueError(
@@ -246,7 +244,7 @@ def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
 def start_reward_manager(config: PPOConfig) -> RewardManager:
     function, reward = config.custom_reward_function, config.reward
     return RewardManager(
-        RewardFunctionSpec(function.path, function.name, function.reward_kwargs),
+        RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins),
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,

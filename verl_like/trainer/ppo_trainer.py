@@ -222,3 +222,23 @@ class RayPPOTrainer:
         """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""
         folder = self.recorder.run_dir / f"global_step_{self.global_step}"
         self.learner.save(folder, with_checkpoint=self.config.trainer.save_freq > 0)
+
+
+_TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]
+
+
+def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+    """Decorator of a plugin: its subclass of RayPPOTrainer trains.
+
+    Raises:
+        ValueError: another plugin has registered one.
+    """
+    if len(_TRAINERS) > 1:
+        raise ValueError(f"{trainer} cannot train, for {_TRAINERS[-1]} is registered: name one such plugin")
+    _TRAINERS.append(trainer)
+    return trainer
+
+
+def get_trainer() -> type[RayPPOTrainer]:
+    """The class that trains: that of a plugin, or RayPPOTrainer."""
+    return _TRAINERS[-1]

@@ -42,6 +42,7 @@ def build_role_worker_mapping(
         if role in built_in and role != Role.Rollout:
             arguments["shares_device"] = config.role_mapping[role] == config.role_mapping[Role.Rollout]
         mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
+        mapping[role].plugins = config.plugins
     return mapping
 
 

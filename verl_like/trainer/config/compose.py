@@ -1,12 +1,14 @@
 """From presets, YAML files and command-line overrides to one checked configuration of any schema.
 
 Hydra composes and OmegaConf resolves; the models of the schema then decide which keys and values exist, so that a key
-that does nothing is refused however it was written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML).
+that does nothing is refused however it was written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML). Then the plugins and the
+chosen algorithms are imported, whose own options are keys too, and the rules are judged.
 """
 
 import difflib
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from verl_like.config_model import ConfigModel, Follows
+from verl_like.algorithms.registry import AlgorithmOptions, options_class
+from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
+from verl_like.plugins import import_plugins
 from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.config.presets import register_pool_resolvers
 from verl_like.trainer.config.run_config import RunConfig
 
+Model = TypeVar("Model", bound=ConfigModel)
 Schema = TypeVar("Schema", bound=RunConfig)
 _MISSING = "???"
 
@@ -52,18 +57,55 @@ def load_config(
     """
     composed = compose_tree(schema, overrides, config_name, config_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
-    _raise_if_any([*_unknown_keys(schema, raw), *_missing_keys(raw)])
+    names = {key: OmegaConf.select(composed, key, throw_on_resolution_failure=False) for key in schema.algorithm_keys}
+
+    def may_be_an_option(path: str, block: type[ConfigModel]) -> bool:
+        option = path.rpartition(".")[2]
+        algorithms = ((registry, names[key]) for key, registry in schema.algorithm_keys.items())
+        return issubclass(block, OpenConfigModel) and any(registry.may_declare(n, option) for registry, n in algorithms)
+
+    _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *_missing_keys(raw)])
     try:
-        resolved = OmegaConf.to_container(composed, resolve=True)
+        resolved: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise _config_error(error) from error
-    try:
-        config = schema.model_validate(resolved)
-    except ValidationError as error:
-        _raise_if_any([_explain(detail, schema.base_name) for detail in error.errors()])
-        raise
+    config = _validated(schema, resolved, schema.base_name)  # first without the algorithms, whose files load torch
+    options = _algorithm_options(schema, names, config.plugins)
+    paths = [f"{declared.section}.{name}" for declared in options for name in declared.model_fields]
+    _raise_if_any(list(_unknown_keys(schema, raw, lambda path, _: path in paths, paths)))
+    for declared in options:
+        block = functools.reduce(dict.__getitem__, declared.section.split("."), resolved)
+        given = {name: block[name] for name in declared.model_fields if name in block}
+        block |= _validated(declared, given, schema.base_name, declared.section.split(".")).model_dump()
+    config = _validated(schema, resolved, schema.base_name)
     _raise_if_any(list(rules(config)))
     return config
+
+
+def _algorithm_options(
+    schema: type[RunConfig], names: Mapping[str, str], plugins: Sequence[str]
+) -> list[type[AlgorithmOptions]]:
+    """Imports the plugins and the chosen algorithms; returns the classes of their own options."""
+    options = []
+    try:
+        import_plugins(plugins)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for key, registry in schema.algorithm_keys.items():
+        try:
+            declared = options_class(registry.get(names[key]))
+        except ValueError as error:
+            raise ConfigError(f"{key}={names[key]}: {error}") from error
+        options += [declared] if declared else []
+    return options
+
+
+def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] = ()) -> Model:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        _raise_if_any([_explain(detail, base, path) for detail in error.errors()])
+        raise
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -152,19 +194,27 @@ def _as_forced(override: Override, presets: Iterable[str]) -> str:
     return line if options else "++" + line.lstrip("+")  # options: a config group in a custom folder
 
 
-def _unknown_keys(schema: type[RunConfig], tree: dict[str, Any], model: Any = None, prefix: str = "") -> Iterator[str]:
+def _unknown_keys(
+    schema: type[RunConfig],
+    tree: dict[str, Any],
+    is_option: Callable[[str, type[ConfigModel]], bool],
+    options: Sequence[str] = (),
+    model: Any = None,
+    prefix: str = "",
+) -> Iterator[str]:
+    """What is wrong with keys that neither the schema nor an algorithm, by `is_option`(path, block), declares."""
+    block = model or schema
     for name, value in tree.items():
-        path, field = f"{prefix}{name}", (model or schema).model_fields.get(name)
-        if field is None:
-            yield from (
-                f"{leaf}: there is no such key{_suggestion(schema, leaf)}" for leaf in _paths_below(path, value)
-            )
-        elif not _is_model(field.annotation):
+        path, field = f"{prefix}{name}", block.model_fields.get(name)
+        if field is None and not is_option(path, block):
+            for leaf in _paths_below(path, value):
+                yield f"{leaf}: there is no such key{_suggestion(schema, leaf, options)}"
+        elif field is None or not _is_model(field.annotation):
             continue
         elif isinstance(value, dict):
-            yield from _unknown_keys(schema, value, field.annotation, f"{path}.")
+            yield from _unknown_keys(schema, value, is_option, options, field.annotation, f"{path}.")
         elif not OmegaConf.is_interpolation(OmegaConf.create({name: value}), name):
-            example = next(iter(field.annotation.model_fields))
+            example = next(iter(field.annotation.model_fields), "<option>")
             yield f"{path}={json.dumps(value)}: expected keys, such as {path}.{example}"
 
 
@@ -184,8 +234,8 @@ def _paths_below(path: str, value: Any) -> Iterator[str]:
         yield path
 
 
-def _suggestion(schema: type[RunConfig], path: str) -> str:
-    known = [*schema.presets, *(leaf for leaf, _, _ in leaves(schema))]
+def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> str:
+    known = [*schema.presets, *(leaf for leaf, _, _ in leaves(schema)), *options]
     # By the last part of their names, because keys of one section share all the others.
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     close = difflib.get_close_matches(path.rpartition(".")[2], set(names.values()), len(known), cutoff=0.7)
@@ -202,8 +252,8 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
     return sum(found) / len(found), difflib.SequenceMatcher(None, path, known).ratio()
 
 
-def _explain(detail: Any, base: str) -> str:
-    path = ".".join(map(str, detail["loc"])) or "configuration"
+def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
+    path = ".".join([*prefix, *map(str, detail["loc"])]) or "configuration"
     if detail["type"] == "missing":
         return f"{path}: this key is not set; does the YAML file start with 'defaults: [{base}, _self_]'?"
     if detail["type"] == "value_error":

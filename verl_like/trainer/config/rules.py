@@ -1,7 +1,7 @@
 """Rules that join several keys. Each is a function named after what it demands and yields what is wrong, with the sum.
 
-Whether a custom advantage estimator, policy loss or worker class exists is not checked here: that imports
-torch, and the trainer looks before it starts Ray.
+They are judged once the chosen algorithms are imported, whose needs decide which roles there are. Whether a worker
+class exists is not checked here; the trainer looks before it starts Ray.
 """
 
 import difflib
@@ -9,13 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
 Rule = Callable[[PPOConfig], Iterator[str]]
-
-BUILT_IN_ESTIMATORS = ADVANTAGE_ESTIMATORS.file_names()
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
@@ -56,15 +53,6 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
             yield f"role_mapping.{role} is not set, but {_why_needed(role)}; set it to one of the pools {pools}"
         elif pool not in pools:
             yield f"role_mapping.{role}={pool}: there is no such pool, only {pools}{_nearest(pool, pools)}"
-
-
-def estimator_is_built_in_unless_own_code_may_register_it(config: PPOConfig) -> Iterator[str]:
-    name = config.algorithm.adv_estimator
-    if name not in BUILT_IN_ESTIMATORS and not config.worker_classes:
-        yield (
-            f"algorithm.adv_estimator={name} is not built in, only {list(BUILT_IN_ESTIMATORS)}"
-            f"{_nearest(name, BUILT_IN_ESTIMATORS)}; a custom one is registered by a module of worker_classes"
-        )
 
 
 def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
@@ -192,19 +180,19 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def grpo_compares_several_responses(config: PPOConfig) -> Iterator[str]:
-    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
+def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
+    if "index" in config.estimator_needs and config.actor_rollout_ref.rollout.n == 1:
         yield (
-            "algorithm.adv_estimator=grpo compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; set "
-            "n to 2 or more (5 to 16 are common)"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses to one prompt, but "
+            "actor_rollout_ref.rollout.n=1; set n to 2 or more (5 to 16 are common)"
         )
 
 
-def gae_has_a_critic(config: PPOConfig) -> Iterator[str]:
-    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
+    if "values" in config.estimator_needs and config.critic.enable is False:
         yield (
-            "critic.enable=false, but algorithm.adv_estimator=gae needs values; set critic.enable=null or another "
-            "estimator"
+            f"critic.enable=false, but algorithm.adv_estimator={config.algorithm.adv_estimator} needs values; set "
+            "critic.enable=null or another estimator"
         )
 
 
@@ -270,7 +258,6 @@ def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
 
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
-    estimator_is_built_in_unless_own_code_may_register_it,  # it decides which roles there are
     pools_are_not_empty,
     every_role_has_a_worker,
     every_role_has_a_pool,
@@ -284,8 +271,8 @@ BATCH_RULES: tuple[Rule, ...] = (
     token_budgets_hold_the_longest_sequence,
 )
 OTHER_RULES: tuple[Rule, ...] = (
-    grpo_compares_several_responses,
-    gae_has_a_critic,
+    groups_have_several_responses,
+    needed_values_have_a_critic,
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,
     bypassed_log_probs_are_in_no_reward,
@@ -306,7 +293,7 @@ def _sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
 
 def _why_needed(role: str) -> str:
     reasons: dict[str, str] = {
-        Role.RefPolicy: "a KL term compares the policy with the reference policy",
+        Role.RefPolicy: "a KL term or the algorithm compares the policy with the reference policy",
         Role.Critic: "the advantage estimator needs values",
         Role.RewardModel: "reward_model.enable is true",
     }

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Strict
 
+from verl_like.algorithms.registry import Registry
 from verl_like.config_model import ConfigModel, Follows, PositiveInt
 
 
@@ -13,6 +14,7 @@ def list_of_one(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+ModuleNames = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -54,7 +56,12 @@ class RunConfig(ConfigModel):
     presets: ClassVar[dict[str, str]] = {}
     """Groups of YAML files below verl_like/trainer/config that set several keys, and the file that is the default."""
     keys_are_listed_by: ClassVar[str] = "--print-config"
+    algorithm_keys: ClassVar[dict[str, Registry]] = {}
+    """Keys that name an algorithm, and where it is found. Its own options become keys too."""
 
+    plugins: ModuleNames = ()
+    """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer; imported first,
+    in every process that uses them."""
     trainer: RecordConfig
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
 

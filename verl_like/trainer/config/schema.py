@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estimator_fn
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
-from verl_like.algorithms.policy_losses import get_policy_loss_fn
-from verl_like.algorithms.registry import required_inputs
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
+from verl_like.algorithms.registry import Registry, required_inputs
 from verl_like.config_model import ConfigModel, OpenConfigModel, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
@@ -122,7 +123,7 @@ class AlgorithmConfig(OpenConfigModel):
     """From scores to advantages."""
 
     adv_estimator: str = "gae"
-    """Registered advantage estimator; built in are gae (PPO, with a critic) and grpo (rollout.n responses a group)."""
+    """Advantage estimator: one of docs/algorithms.md, or of a plugin. Critic, reference and groups follow from it."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount per token."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -181,6 +182,10 @@ class PPOConfig(RunConfig):
     base_name: ClassVar[str] = "ppo_trainer"
     presets: ClassVar[dict[str, str]] = {"placement": "colocated", "device": "cuda"}
     keys_are_listed_by: ClassVar[str] = "docs/config.md"
+    algorithm_keys: ClassVar[dict[str, Registry]] = {
+        "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+    }
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -200,19 +205,25 @@ class PPOConfig(RunConfig):
     """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
 
     @property
+    def estimator_needs(self) -> frozenset[str]:
+        """What the advantage estimator cannot do without."""
+        return required_inputs(get_adv_estimator_fn(self.algorithm.adv_estimator))
+
+    @property
     def loss_needs(self) -> frozenset[str]:
         """What the policy loss cannot do without."""
         return required_inputs(get_policy_loss_fn(self.actor_rollout_ref.actor.policy_loss.loss_mode))
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are estimated: `critic.enable`, or where that is null, the gae estimator."""
-        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+        """Whether values are estimated: `critic.enable`, or where that is null, if the estimator needs them."""
+        return "values" in self.estimator_needs if self.critic.enable is None else self.critic.enable
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any KL term compares the policy with the reference policy."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        """Whether a KL term, the estimator or the loss compares the policy with the reference policy."""
+        uses_kl = self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        return uses_kl or "ref_log_prob" in self.estimator_needs | self.loss_needs
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -225,7 +236,8 @@ class PPOConfig(RunConfig):
         actor = self.actor_rollout_ref.actor
         is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
         is_compared = self.algorithm.use_kl_in_reward or bool(correction.rollout_is or correction.rollout_rs)
-        is_needed = is_compared or "selected_tokens" in self.loss_needs
+        needed_before = {"old_log_probs", "sum_pi_squared", "selected_tokens"}
+        is_needed = is_compared or not needed_before.isdisjoint(self.estimator_needs | self.loss_needs)
         return is_needed or not is_one_step or Role.Actor in self.worker_classes
 
     @property

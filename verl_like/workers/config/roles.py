@@ -24,7 +24,8 @@ class PolicyLossConfig(OpenConfigModel):
     """Which policy loss the actor minimises."""
 
     loss_mode: str = "vanilla"
-    """Registered policy loss; vanilla is PPO's clipped loss with dual clip."""
+    """Policy loss: one of docs/algorithms.md, or of a plugin; vanilla is PPO's clipped loss with dual clip. Its own
+    options are keys beside this one."""
 
 
 class ActorConfig(OpenConfigModel):
@@ -119,7 +120,7 @@ class CriticConfig(ConfigModel):
     """The value function of PPO."""
 
     enable: bool | None = None
-    """Train a critic; null means only where the advantage estimator needs values (gae)."""
+    """Train a critic; null means only where the advantage estimator needs values."""
     model: CriticModelConfig
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -37,8 +37,8 @@ class SamplingConfig(ConfigModel):
 class RolloutConfig(ConfigModel):
     """The engine that generates responses."""
 
-    name: Literal["vllm", "hf"] = "vllm"
-    """Engine: vllm, or hf (transformers; small and slow, for debugging)."""
+    name: str = "vllm"
+    """Engine: vllm, hf (transformers; small and slow, for debugging), or one of a plugin."""
     prompt_length: Annotated[PositiveInt, Follows("${data.max_prompt_length}")]
     """Padded prompt length in tokens."""
     response_length: Annotated[PositiveInt, Follows("${data.max_response_length}")]

@@ -1,0 +1,20 @@
+"""Modules of the user that register algorithms, rewards, rollout engines and trainers (the key `plugins`)."""
+
+import importlib
+from collections.abc import Sequence
+
+
+def import_plugins(modules: Sequence[str]) -> None:
+    """Imports the modules, which register what they add; one that was imported before does nothing.
+
+    Raises:
+        ValueError: a module cannot be imported; it is named, with the reason.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise ValueError(
+                f"plugins: {module} cannot be imported ({type(error).__name__}: {error}); give package.module, with "
+                "the package on PYTHONPATH"
+            ) from error
