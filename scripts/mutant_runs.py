@@ -216,6 +216,15 @@ def tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
     return next(filter(None, covering), set())
 
 
+def all_tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
+    """All tests of the files of which one runs the mutant's statement, also those that start Ray."""
+    tests = tests_for(mutant, known).union(
+        *(baseline.covering(mutant.file, mutant.statement) for baseline in known.values())
+    )
+    files = {test.split("::")[0] for test in tests - {""}}
+    return {test for baseline in known.values() for test in baseline.seconds if test.split("::")[0] in files}
+
+
 class Chosen:
     """A pytest plugin: only some tests, those of quick files first, each with a limit; and tests not known before."""
 

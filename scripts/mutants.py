@@ -1,9 +1,10 @@
 """Changes the source in many small ways and counts how many of them a test notices: `make mutants`.
 
 Each mutant is run by the tests that cover the changed line, the quickest files first, until one fails; tests with real
-Ray processes only where no other test covers it. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What was
-run is kept in `build/mutants` until the source or a test changes, so that a reason can be written down without another
-hour.
+Ray processes only where no other test covers it. What then survives without a reason in `scripts/survivors.toml` is run
+by all tests of these files and by those with Ray. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What
+was run is kept in `build/mutants` until the source or a test changes, so that a reason can be written down without
+another hour.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 
-from mutant_runs import ROOT, WORK, baselines, make_copies, run_template, start_anew, tests_for, try_all
+from mutant_runs import ROOT, WORK, all_tests_for, baselines, make_copies, run_template, start_anew, tests_for, try_all
 from mutations import Mutant, draw, mutants_of, replacement
 
 WANTED = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text())
@@ -129,8 +130,17 @@ class Results:
         if outcome != "killed" or mutant.key in self.why:
             print(f"{mutant.file}:{mutant.line}: {outcome}", *diff(mutant), sep="\n    ", file=self.output)
 
+    def lines(self) -> list[list[str]]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.is_file() else []
+
     def read(self) -> dict[str, str]:
-        return dict(map(json.loads, self.file.read_text().splitlines())) if self.file.is_file() else {}
+        """The last outcome of each mutant."""
+        return dict(self.lines())
+
+    def survived_once(self) -> list[str]:
+        """Those that were tried once and survived."""
+        times = Counter(name for name, _ in self.lines())
+        return [name for name, outcome in self.read().items() if outcome == "survived" and times[name] == 1]
 
 
 def name_of(mutant: Mutant) -> str:
@@ -155,6 +165,9 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
         run_template([(mutant, tests[name_of(mutant)]) for mutant in left()], seconds, results.note)
     anew = [(mutant, tests[name_of(mutant)]) for mutant in left()]
     try_all(anew, seconds, results.note, partial(start_anew, seconds))
+    unexplained = [mutants[name] for name in results.survived_once() if mutants[name].key not in results.why]
+    again = [(mutant, all_tests_for(mutant, known)) for mutant in unexplained]
+    try_all(again, seconds, results.note, partial(start_anew, seconds))
     return [test for baseline in known.values() for test in baseline.failed]
 
 
