@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl_like.protocol import DataProto, metric_values
+from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.critic import CriticWorker
@@ -441,3 +442,20 @@ def test_an_objective_reads_no_number_from_the_device(model_path, role, monkeypa
         loss.item()
         assert count.reads == 1
     assert expected <= set(metrics)
+
+
+SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+@pytest.mark.parametrize(
+    ("role", "method", "reads", "writes"),
+    [
+        (ActorRolloutRefWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys")),
+        (ActorRolloutRefWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
+        (CriticWorker, "compute_values", SEQUENCE, ("values",)),
+        (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns"), None),
+    ],
+)
+def test_a_method_declares_the_columns_that_it_is_sent_and_those_that_it_returns(role, method, reads, writes):
+    spec = registered_methods(role)[method]
+    assert (spec.reads, spec.writes) == (reads, writes)
