@@ -156,6 +156,7 @@ def make_copies() -> None:
         for file in filter(None, files):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, folder / file, follow_symlinks=False)
+        (folder / ".venv").symlink_to(ROOT / ".venv")  # for scripts that look there
         (folder / "tmp").mkdir()
         (folder / "sitecustomize.py").write_text(IN_OTHER_PROCESSES)
         compileall.compile_dir(folder / "verl_like", quiet=1)
@@ -217,12 +218,11 @@ def tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
 
 
 def all_tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
-    """All tests of the files of which one runs the mutant's statement, also those that start Ray."""
-    tests = tests_for(mutant, known).union(
-        *(baseline.covering(mutant.file, mutant.statement) for baseline in known.values())
-    )
+    """All tests of the files of which one runs the statement, those with Ray too; of what importing runs, all tests."""
+    tests = set[str]().union(*(baseline.covering(mutant.file, mutant.statement) for baseline in known.values()))
     files = {test.split("::")[0] for test in tests - {""}}
-    return {test for baseline in known.values() for test in baseline.seconds if test.split("::")[0] in files}
+    everything = [test for baseline in known.values() for test in baseline.seconds]
+    return {test for test in everything if "" in tests or test.split("::")[0] in files}
 
 
 class Chosen:

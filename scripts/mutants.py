@@ -2,7 +2,7 @@
 
 Each mutant is run by the tests that cover the changed line, the quickest files first, until one fails; tests with real
 Ray processes only where no other test covers it. What then survives without a reason in `scripts/survivors.toml` is run
-by all tests of these files and by those with Ray. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What
+by all tests of these files, those with Ray too. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What
 was run is kept in `build/mutants` until the source or a test changes, so that a reason can be written down without
 another hour.
 """
