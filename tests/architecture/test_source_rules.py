@@ -4,6 +4,9 @@ import ast
 
 from source_tree import PACKAGE, ROOT, parse, python_files, relative
 
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
+
 
 def calls(tree: ast.AST) -> list[tuple[int, str]]:
     return [(n.lineno, ast.unparse(n.func)) for n in ast.walk(tree) if isinstance(n, ast.Call)]
@@ -44,6 +47,20 @@ def test_no_module_assigns_into_a_third_party_module():
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) in modules:
                 violations.append(f"{relative(path)}:{target.lineno} {ast.unparse(target)}")
     assert not violations, f"third-party modules are not patched: {violations}"
+
+
+def test_only_its_own_file_and_the_defaults_of_keys_name_an_algorithm():
+    """What a run needs follows from the inputs that an algorithm declares, so no other code asks for its name."""
+    names = {*ADVANTAGE_ESTIMATORS.file_names(), *POLICY_LOSSES.file_names()}
+    naming = {
+        (relative(path), node.value)
+        for path in python_files()
+        if "algorithms" not in path.parts
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    defaults = {("verl_like/trainer/config/schema.py", "gae"), ("verl_like/workers/config/roles.py", "vanilla")}
+    assert naming == defaults
 
 
 def test_placement_words_stay_out_of_workers_and_algorithms():
