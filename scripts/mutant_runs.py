@@ -38,7 +38,7 @@ PATHS = ["tests", "--ignore=tests/architecture", "--ignore=tests/ray_cpu"]
 Job = tuple[Any, Callable[[Path], Callable[[], int]], float]
 """What, its start in a copy, and the seconds it may take."""
 Note = Callable[[Mutant, str], None]
-"""Is told what came of a mutant: "killed", "survived", "timed out" or "no test runs it"."""
+"""Gets a mutant and its outcome: "killed", "survived", "timed out" or "no test runs it"."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class TeacherWorker(ReferenceWorker):
     of the settings with another `model.path`.
     """
 
-    reward_columns: ClassVar = {"teacher_log_prob": 0.1}  # added to the reward with this weight
+    reward_columns: ClassVar = {"teacher_scores": 0.1}  # added to the reward with this weight
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config.actor_rollout_ref)
@@ -26,11 +26,11 @@ class TeacherWorker(ReferenceWorker):
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),  # its ranks may share sequences
         blocking=False,
         reads=SEQUENCE_COLUMNS,
-        writes=["teacher_log_prob"],
+        writes=["teacher_scores"],
     )
     def annotate(self, data: DataProto) -> DataProto:
-        """`teacher_log_prob` (B R): the mean log-probability of a response's tokens, on its last token."""
+        """`teacher_scores` (B R): the mean log-probability of a response's tokens, on its last token."""
         log_probs_BR = self.compute_ref_log_prob(data).batch["ref_log_prob"]
         mask_BR = data.batch["response_mask"]
         mean_B = masked_mean(log_probs_BR, mask_BR, axis=-1)
-        return DataProto.from_dict(tensors={"teacher_log_prob": on_last_token(mean_B, mask_BR)})
+        return DataProto.from_dict(tensors={"teacher_scores": on_last_token(mean_B, mask_BR)})

@@ -96,10 +96,10 @@ def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_teacher
 
         def annotate(self, data):
             self.tokens = data.batch["input_ids"]
-            return DataProto.from_dict(tensors={"teacher_log_prob": data.batch["response_mask"].float()})
+            return DataProto.from_dict(tensors={"teacher_scores": data.batch["response_mask"].float()})
 
     group, data = LocalWorkerGroup(ClassWithInitArgs(RecordingTeacher), world_size=4), make_batch(rows=8)
-    scores = group.annotate(data).get().batch["teacher_log_prob"]
+    scores = group.annotate(data).get().batch["teacher_scores"]
     assert torch.equal(scores, data.batch["response_mask"].float())
     for worker, first in zip(group.workers, (0, 0, 4, 4), strict=True):
         assert torch.equal(worker.tokens, data.batch["input_ids"][first : first + 4])

@@ -35,7 +35,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Weights:
-    """The actor's weights, which may still be on the way from the actor to the rollout engines."""
+    """The actor's weights as one version; the export may still be running."""
 
     exported: Future[Any]
     version: int

@@ -23,7 +23,7 @@ from verl_like.trainer.worker_template import WorkerTemplate
 
 
 class Inputs(Protocol):
-    """What a trainer needs, checked: it can start without a mistake of the user's coming to light later."""
+    """What a trainer needs, checked before anything starts."""
 
     @property
     def config(self) -> RunConfig:

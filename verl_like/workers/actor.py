@@ -110,7 +110,7 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in their mini-batch's loss: clipped surrogate - entropy bonus + KL loss.
+        """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.
 
         Args:
             micro: the columns that `update_actor` reads, b rows.
@@ -134,7 +134,7 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.sum(loss, mini_batch.share)
-        if "old_log_probs" not in micro:  # what `compute_log_prob` and the driver would have told
+        if "old_log_probs" not in micro:  # otherwise `compute_log_prob` and the driver report these
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
         if "old_log_probs" not in micro and "rollout_log_probs" in micro:
             difference_BR = zero_masked(micro["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
