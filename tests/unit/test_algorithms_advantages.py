@@ -281,7 +281,7 @@ def test_inputs_of_unequal_shapes_are_refused_by_name():
 
 
 def test_an_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown advantage estimator 'gea'; did you mean gae\?: known are .*grpo"):
+    with pytest.raises(ValueError, match=r"unknown advantage estimator 'gea'; did you mean gae\? Known are .*grpo"):
         get_adv_estimator_fn("gea")
 
 

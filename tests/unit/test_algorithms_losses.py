@@ -314,5 +314,5 @@ def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch
     for taken in ("vanilla", "my_loss"):
         with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
             register_policy_loss(taken)(my_loss)
-    with pytest.raises(ValueError, match=r"unknown policy loss 'vanila'; did you mean vanilla\?: known are .*vanilla"):
+    with pytest.raises(ValueError, match=r"unknown policy loss 'vanila'; did you mean vanilla\? Known are .*vanilla"):
         get_policy_loss_fn("vanila")

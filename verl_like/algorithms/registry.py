@@ -92,7 +92,7 @@ class Registry:
             known = sorted({*self.file_names(), *self.functions})
             nearest = difflib.get_close_matches(name, known, 1)
             raise ValueError(
-                f"unknown {self.kind} {name!r}{f'; did you mean {nearest[0]}?' if nearest else ''}: known are "
+                f"unknown {self.kind} {name!r}{f'; did you mean {nearest[0]}?' if nearest else '.'} Known are "
                 f"{', '.join(known)}; a plugin adds one with @{self.decorator}"
             )
         return self.functions[name]

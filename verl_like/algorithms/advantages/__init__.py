@@ -23,7 +23,7 @@ INPUTS = {
     "rollout_log_probs": "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
     "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
     "sum_pi_squared": "(B, R) float, sum of the squared probabilities of the vocabulary at each token",
-    "rollout_is_weights": "(B, R) float, importance weights of the corrections of rollout against trainer",
+    "rollout_is_weights": "(B, R) float, importance weights of algorithm.rollout_correction",
     "scores_by_reward": "dict of (B, R) float, each reward before they are added up, by the name of its column",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",

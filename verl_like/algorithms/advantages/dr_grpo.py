@@ -5,8 +5,8 @@
 
 The paper does not divide by the standard deviation, which favours prompts that are nearly always or nearly never
 solved, and not by the length of the response: set `actor.loss_agg_mode` to `seq-mean-token-sum-norm` with it. The
-numbers are those of `grpo` with `algorithm.norm_adv_by_std_in_grpo=False`, which is verl's way to say it; groups of
-one, of equal scores and with skipped rows are treated as there.
+numbers are those of `grpo` with `algorithm.norm_adv_by_std_in_grpo=False`. Groups of one, of equal scores and with
+skipped rows are treated as there.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """

@@ -1,12 +1,15 @@
 """Generalized advantage estimation (Schulman et al., arXiv 1506.02438); needs a critic.
 
-    delta_t = r_t + gamma V_{t+1} - V_t        V = 0 after the last response token
-    A_t     = delta_t + gamma lam A_{t+1}
-    returns = A + V                            before whitening
-    advantages = (A - mean A) / sqrt(var A + 1e-8)
+With the reward r_t and the critic's value V_t of response token t:
 
-Mean and (unbiased) variance run over all response tokens of the batch. `t + 1` is the next token with mask 1: a hole in
-the mask, such as a tool's output, takes no discount, and its rewards and values are not read.
+    delta_t      = r_t + gamma V_{t+1} - V_t
+    A_t          = delta_t + gamma lam A_{t+1}
+    returns_t    = A_t + V_t
+    advantages_t = (A_t - mean) / sqrt(var + 1e-8)
+
+V and A are 0 after the last response token. Mean and unbiased variance of A run over all response tokens of the batch.
+`t + 1` is the next token with mask 1: a hole in the mask, such as a tool's output, takes no discount, and its rewards
+and values are not read.
 
 Keys: `algorithm.gamma`, `algorithm.lam`.
 """

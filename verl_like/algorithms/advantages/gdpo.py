@@ -4,10 +4,10 @@
     S_i  = sum_k w_k A_ik                       at every token of row i
     A_i  = (S_i - mean) / sqrt(var + 1e-8)      mean and unbiased variance over the response tokens of the batch
 
-`grpo` normalises the sum of the rewards, so that one with a large spread drowns the others. Here each counts by its
-weight. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and with
-skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets 0.
-A penalty on the sum of the rewards would not be seen, so `algorithm.use_kl_in_reward` and `reward.overlong_buffer` are
+`grpo` normalises the sum of the rewards, in which one with a large spread outweighs the others. Here each counts by its
+weight w_k. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and
+with skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets
+0. `algorithm.use_kl_in_reward` and `reward.overlong_buffer` change the sum of the rewards, which is not read: they are
 refused. verl ignores the KL penalty, and falls back to the sum of the rewards where the keys are not given.
 
 Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.

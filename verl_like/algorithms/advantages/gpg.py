@@ -5,8 +5,9 @@
     alpha   = scored rows of the batch / those of them in a group whose scores differ
 
 A group of equal scores has no gradient but counts in the denominator of the loss; alpha makes up for that. Groups of
-one and with skipped rows are treated as in `grpo`. verl divides by the number of rows whose score is not 0 instead, so
-that wrong responses with reward 0 raise alpha although they have a gradient, and it does not read its argument `alpha`.
+one and with skipped rows are treated as in `grpo`. f_norm is an argument of the function; in a run it is 1. verl
+divides by the number of rows whose score is not 0 instead, so that wrong responses with reward 0 raise alpha although
+they have a gradient, and it ignores its argument `alpha`.
 
 Keys: `actor_rollout_ref.rollout.n`. The loss that belongs to it is `gpg`.
 """

@@ -9,7 +9,7 @@
 |---|---|
 | a row without response tokens (skipped) | 0; it does not enter the group's mean and std |
 | one row by design (`rollout.n=1`) | the score itself (mean 0, std 1), as in verl |
-| several rows, one of them scored | 0: the baseline is lost, and a raw score is on another scale than its neighbours |
+| several rows, one of them scored | 0: the baseline is lost, and a raw score is on another scale than an advantage |
 | all scores equal | exactly 0 (the statistics are computed in float64) |
 
 For the third line the skipped rows have to be in the batch that is passed in.

@@ -3,8 +3,8 @@
     score_i = sum of the token rewards of row i,  len_i = its number of response tokens
     A_i     = score_i - sum_j len_j score_j / sum_j len_j     over the group; every token of row i gets A_i
 
-The baseline of least variance weighs a score with the squared norm of the response's gradient, for which the length
-stands. Groups of one, of equal scores and with skipped rows are treated as in `grpo`.
+The baseline of least variance weighs a score with the squared norm of the response's gradient, which is taken to be
+proportional to the length. Groups of one, of equal scores and with skipped rows are treated as in `grpo`.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """

@@ -1,14 +1,15 @@
-"""Optimal token baseline (arXiv 2602.07078): a baseline for each position, weighted by how uncertain the way there was.
+"""Optimal token baseline (arXiv 2602.07078): a baseline of least variance for each position of the response.
+
+With the reward r_t of token t, its probability pi_t under `old_log_probs`, the sum q_t of the squared probabilities of
+the vocabulary there, and its importance weight rho_t (1 without `algorithm.rollout_correction.rollout_is`):
 
     G_t = r_t + r_{t+1} + ...                        over the row's response tokens
-    w_t = (1 - 2 pi_t + sum of pi^2 over the vocabulary) rho_t^2
+    w_t = (1 - 2 pi_t + q_t) rho_t^2
     W_t = w_1 + ... + w_t + 1e-8                     over the row's response tokens
-    B_t = sum_i W_it G_it / sum_i W_it               over the rows of the group that have a token at position t
+    B_t = sum_i W_it G_it / sum_i W_it               over the rows i of the group that have a token at position t
     A_t = G_t - B_t
 
-w_t is the squared norm of the gradient of log pi_t by the logits, pi_t the token's probability under `old_log_probs`,
-rho_t its importance weight where the run has a correction of rollout against trainer (1 otherwise). The baseline of
-least variance at t weighs what follows with W_t. Special cases:
+1 - 2 pi_t + q_t is the squared norm of the gradient of log pi_t by the logits. The returns are G. Special cases:
 
 | position | advantage |
 |---|---|
@@ -17,9 +18,9 @@ least variance at t weighs what follows with W_t. Special cases:
 | the only scored row of a larger group, see `grpo` | 0 |
 | equal scores, each on the last token | exactly 0 |
 
-Differences from verl: it adds 1e-8 to the sum of the weights, so that the baseline vanishes where the policy was
-certain up to t and the raw return remains; here the weights become equal then. It finds the tail of the longest row by
-the number of tokens, which is wrong in masks with holes, and leaves returns in holes.
+Differences from verl: it adds 1e-8 to the sum of the weights, so its baseline is 0 where the policy was certain of
+every token up to t; here the weights are equal then. It finds the tail of the longest row by the number of tokens,
+which is wrong in masks with holes, and its returns are not 0 in holes.
 
 Keys: none. The actor does not compute `sum_pi_squared` yet, so a run with this estimator is refused.
 """

@@ -1,9 +1,11 @@
-"""REINFORCE++ (arXiv 2501.03262): the discounted reward that follows a token, whitened over the whole batch.
+"""REINFORCE++ (arXiv 2501.03262): the discounted sum of the rewards from a token on, whitened over the whole batch.
 
-    returns_t = r_t + gamma returns_{t+1}
+With the reward r_t of response token t:
+
+    returns_t = r_t + gamma returns_{t+1}              0 after the last response token
     A_t       = (returns_t - mean) / sqrt(var + 1e-8)
 
-Mean and (unbiased) variance run over all response tokens of the batch. `t + 1` is the next token with mask 1, as in
+Mean and unbiased variance run over all response tokens of the batch. `t + 1` is the next token with mask 1, as in
 `gae`. The paper subtracts a KL penalty from every token's reward: `algorithm.use_kl_in_reward=True` with
 `algorithm.kl_penalty=k1`. A single token has no spread and gives 0, which verl refuses.
 

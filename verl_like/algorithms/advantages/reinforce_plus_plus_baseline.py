@@ -4,9 +4,9 @@
     d_i     = score_i - mean of the group          at every token of row i
     A_i     = (d_i - mean) / sqrt(var + 1e-8)      mean and unbiased variance over the response tokens of the batch
 
-The spread of the batch replaces that of the group, which is unreliable for few samples. A group of equal scores has
-d = 0, and A = 0 if the other groups' d are 0 on average over tokens. A row that lost its baseline (see `grpo`) is left
-out of the whitening and gets 0. The paper adds a KL term to the loss: `actor.use_kl_loss=True`,
+The deviation over the batch replaces that over the group, which is a poor estimate from few samples. A group of equal
+scores has d = 0, and A = 0 if d is 0 on average over the tokens of the batch. A row that lost its baseline (see `grpo`)
+is left out of the whitening and gets 0. The paper adds a KL term to the loss: `actor.use_kl_loss=True`,
 `actor.kl_loss_type=k2`.
 
 Keys: `actor_rollout_ref.rollout.n`.

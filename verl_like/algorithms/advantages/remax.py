@@ -1,11 +1,13 @@
-"""ReMax (arXiv 2310.10505): what follows a token, above the reward of a greedy response to the same prompt.
+"""ReMax (arXiv 2310.10505): the sum of the rewards from a token on, minus that of a greedy response to the prompt.
+
+With the reward r_t of response token t:
 
     returns_t = r_t + r_{t+1} + ...          over the row's response tokens
-    A_t       = returns_t - reward of the greedy response
+    A_t       = returns_t - total reward of the greedy response
 
-A hole in the mask, such as a tool's output, is left out. Returns are 0 where the mask is 0; verl's go on in holes.
+A hole in the mask, such as a tool's output, is left out. Returns are 0 where the mask is 0; verl's are not in holes.
 
-Keys: none. Each step generates one greedy response to every prompt in addition.
+Keys: none. Each step also generates one greedy response to every prompt.
 """
 
 import torch

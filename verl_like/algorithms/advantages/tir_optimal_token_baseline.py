@@ -1,4 +1,4 @@
-"""`optimal_token_baseline` (arXiv 2602.07078) for tool-integrated responses: positions count response tokens alone.
+"""`optimal_token_baseline` (arXiv 2602.07078) for responses with tool outputs: positions count response tokens alone.
 
 The n-th response token of a row is compared with the n-th response tokens of its group's other rows, wherever tool
 outputs stand between them; `optimal_token_baseline` compares equal positions of the padded response. Formula, special

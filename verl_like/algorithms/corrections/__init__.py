@@ -46,10 +46,11 @@ class RolloutCorrectionConfig(ConfigModel):
     @model_validator(mode="after")
     def parts_fit_together(self) -> "RolloutCorrectionConfig":
         if self.bypass_mode and (self.rollout_is or self.rollout_rs):
+            needing = f"rollout_is={self.rollout_is}" if self.rollout_is else f"rollout_rs={self.rollout_rs}"
             raise ValueError(
-                f"bypass_mode=true computes no log-probabilities of the trainer to compare the rollout's with, but "
-                f"rollout_is={self.rollout_is}, rollout_rs={self.rollout_rs} need them; a loss with a ratio, such as "
-                "cispo, is already weighted against the rollout then. Switch bypass_mode or the others off"
+                "bypass_mode=true computes no log-probabilities of the trainer before the update, but "
+                f"{needing} compares the rollout's with them: set bypass_mode=false; or leave {needing} out and use a "
+                "loss with a ratio, such as cispo, which is against the rollout under bypass_mode"
             )
         if self.rollout_is_batch_normalize and not self.rollout_is:
             raise ValueError("rollout_is_batch_normalize=true has no effect without rollout_is; set it or remove both")
@@ -83,9 +84,11 @@ def rejection_bounds(statistics: str, threshold: float | str | None) -> dict[str
     names = list(dict.fromkeys(name.strip() for name in statistics.split(",")))
     unknown = [name for name in names if name not in STATISTICS]
     if unknown:
-        raise ValueError(f"rollout_rs={statistics}: {unknown[0]!r} is none of {', '.join(STATISTICS)}")
+        raise ValueError(
+            f"rollout_rs={statistics}: unknown statistic {unknown[0]!r}; known are {', '.join(STATISTICS)}"
+        )
     if threshold is None:
-        raise ValueError(f"rollout_rs={statistics} needs rollout_rs_threshold; set it to one bound or one for each")
+        raise ValueError(f"rollout_rs={statistics} needs rollout_rs_threshold: set it, e.g. to 2.0")
     given = str(threshold).split(",")
     if len(given) not in (1, len(names)):
         raise ValueError(

@@ -1,24 +1,28 @@
-"""Importance weights of tokens or whole responses, truncated above (TIS) or set to 0 outside a band (IcePop).
+"""Importance weights of tokens or responses, truncated above (TIS) or set to 0 outside a band (IcePop).
 
-With `r = exp(old_log_probs - rollout_log_probs)`, the exponent clamped to [-20, 20]:
+With `d = old_log_probs - rollout_log_probs` of a token, and each exponent clamped to [-20, 20]:
 
-    w = r                       rollout_is=token: biased, of low variance
-    w = product of the row's r  rollout_is=sequence: unbiased, of high variance
-    w = min(w, C)               rollout_is_threshold=C
-    w = w if a <= w <= b else 0 rollout_is_threshold=a_b
+    w = exp(d)                             rollout_is=token: biased, low variance
+    w = exp(sum of d over the response)    rollout_is=sequence: unbiased before it is truncated, high variance
+    w = min(w, C)                          rollout_is_threshold=C
+    w = w where a <= w <= b, else 0        rollout_is_threshold=a_b
+    w = w / mean(w)                        rollout_is_batch_normalize=True: over the batch's tokens or responses
+
+The loss of each token is multiplied by w, which has no gradient.
 
 | metric | meaning |
 |---|---|
 | `rollout_corr/rollout_is_mean`, `_std` | of the weights that are applied, over tokens, before they are normalized |
 | `rollout_corr/rollout_is_max`, `_min` | of the weights before they are truncated |
-| `rollout_corr/rollout_is_eff_sample_size` | effective sample size per token, mean(w)^2 / mean(w^2) |
-| `rollout_corr/rollout_is_ratio_fraction_high` | share of tokens or responses above C or b |
-| `rollout_corr/rollout_is_ratio_fraction_low` | share of tokens or responses below 1 / C or a |
-| `rollout_corr/rollout_is_oob_ratio` | share of tokens outside the band |
+| `rollout_corr/rollout_is_eff_sample_size` | effective sample size / number of tokens, mean(w)^2 / mean(w^2) |
+| `rollout_corr/rollout_is_ratio_fraction_high` | share of tokens or responses whose weight was above C or b |
+| `rollout_corr/rollout_is_ratio_fraction_low` | share of tokens or responses whose weight was below 1 / C or a |
+| `rollout_corr/rollout_is_oob_ratio` | share of tokens outside the band, whose weight is 0 |
 | `rollout_corr/rollout_is_batch_norm_factor` | the mean by which the weights were divided |
 
-A falling effective sample size announces a collapse (arXiv 2602.17616). verl's max and min of token weights are those
-after the truncation.
+The effective sample size falls before a run collapses (arXiv 2602.17616). Truncation: Yao et al. 2025, "Your Efficient
+RL Framework Secretly Brings You Off-Policy RL Training". Band: IcePop, arXiv 2510.18855. verl's max and min of token
+weights are those after the truncation.
 """
 
 import torch

@@ -1,18 +1,19 @@
 """How far the policy that is trained is from the one that sampled the responses.
 
-With `d = old_log_probs - rollout_log_probs` by token:
+With `d = old_log_probs - rollout_log_probs` and `r = exp(d)` of a token:
 
 | metric | meaning |
 |---|---|
-| `rollout_corr/kl`, `k3_kl` | KL of the rollout to the trainer: mean of -d, and of exp(d) - d - 1 |
+| `rollout_corr/kl`, `k3_kl` | KL of the rollout to the trainer: mean of -d, and of r - d - 1 |
 | `rollout_corr/training_ppl`, `rollout_ppl` | mean over responses of the perplexity under each |
 | `rollout_corr/log_ppl_diff`, `_abs_diff` | mean over responses of mean(-d), and of its absolute value |
 | `rollout_corr/ppl_ratio` | mean over responses of exp(mean(-d)) |
-| `rollout_corr/chi2_token` | mean over tokens of r^2 - 1, with r = exp(d) |
+| `rollout_corr/chi2_token` | mean over tokens of r^2 - 1 |
 | `rollout_corr/chi2_seq` | mean over responses of (product of r)^2 - 1 |
 | `rollout_corr/drift_p50`, `drift_p99`, `drift_max` | quantiles of abs(d) over tokens |
 
-The two chi2 are the variances of untruncated weights, of tokens and of responses; what is squared is at most e^20.
+The two chi2 are the variances of untruncated weights, of tokens and of responses. For them d, and its sum over a
+response, are clamped to [-20, 20].
 """
 
 import numpy as np

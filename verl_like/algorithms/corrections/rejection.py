@@ -1,31 +1,34 @@
-"""Rejection: tokens, or whole responses, that drifted too far leave `response_mask`.
+"""Rejection: tokens or whole responses leave the loss where rollout and trainer differ too much.
 
-With `d = old_log_probs - rollout_log_probs`, clamped to [-20, 20], a statistic has a level and a divergence:
+With `d = old_log_probs - rollout_log_probs` of a token, clamped to [-20, 20], the ending of a statistic's name says
+what is computed for each token, and how it is compared with `rollout_rs_threshold`:
 
-| ending | of a token | kept where |
+    k1 = -d                    kept where a <= exp(statistic) <= b    rollout_rs_threshold=a_b, or b alone for 1/b_b
+    k2 = d^2 / 2               kept where statistic <= b              rollout_rs_threshold=b
+    k3 = exp(d) - d - 1        kept where statistic <= b              rollout_rs_threshold=b
+
+exp(k1) is the ratio of the rollout's probability to the trainer's. The beginning of the name says over which tokens:
+
+| beginning | statistic | what leaves |
 |---|---|---|
-| `k1` | -d | lower <= exp(statistic) <= upper, ratios of the rollout's probability to the trainer's |
-| `k2` | d^2 / 2 | statistic <= upper |
-| `k3` | exp(d) - d - 1 | statistic <= upper |
+| `token_` | of the token | the token |
+| `seq_sum_` | sum over the response; exp(`seq_sum_k1`) is the ratio of its probabilities | the response |
+| `seq_mean_` | mean over the response; exp(`seq_mean_k1`) is the geometric mean of its ratios | the response |
+| `seq_max_` | the largest of the response; not with k1 | the response |
 
-| beginning | what is compared, and leaves |
-|---|---|
-| `token_` | each token; `token_k1` is the double-sided mask of tokens (IcePop) |
-| `seq_sum_` | the sum over the response; with k1 its whole ratio |
-| `seq_mean_` | the mean over the response; with k1 the geometric mean of its ratios |
-| `seq_max_` | the largest token of the response |
-
-Of several statistics, each must keep the token. The loss's denominators count what is kept. Advantages are computed
-before, so that a response's reward still counts in its group.
+A token is kept where every statistic of `rollout_rs` keeps it. `response_mask` becomes 0 elsewhere, and the
+denominators of the loss count what is kept. Advantages are computed before, so that a rejected response still counts in
+its group.
 
 | metric | meaning |
 |---|---|
-| `rollout_corr/rollout_rs_<statistic>_mean`, `_max`, `_min` | of the statistic, k1 as -d |
+| `rollout_corr/rollout_rs_<statistic>_mean`, `_max`, `_min` | of the statistic over tokens |
 | `rollout_corr/rollout_rs_<statistic>_masked_fraction` | share of tokens that it removes |
-| `rollout_corr/rollout_rs_<statistic>_seq_masked_fraction` | share of responses that it removes tokens of |
+| `rollout_corr/rollout_rs_<statistic>_seq_masked_fraction` | share of responses of which it removes tokens |
 | `rollout_corr/rollout_rs_masked_fraction`, `_seq_masked_fraction` | the same of all statistics together |
 
-"When Speed Kills Stability" (Liu et al. 2025) has the reasons for responses, arXiv 2510.18855 those for tokens.
+Tokens: IcePop (arXiv 2510.18855), whose weights are those of importance_sampling.py. Responses: Liu et al. 2025, "When
+Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 """
 
 import math

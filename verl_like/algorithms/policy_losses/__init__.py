@@ -3,7 +3,8 @@
 Shapes: B rows, R padded response length. A loss has verl's signature. It returns a scalar, this micro-batch's share of
 the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R), averaged over the selected tokens; (B,),
 averaged over the rows that have tokens; or a number or 0-d tensor, the mean of this micro-batch, weighted by its
-tokens. A loss's inputs are given by parameter name; docs/algorithms.md lists them.
+tokens. In the formulas L is the loss of a token and A its advantage. A loss's inputs are given by parameter name;
+docs/algorithms.md lists them.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +13,12 @@ from typing import Any, ClassVar, Protocol
 from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry
 
 INPUTS = {
-    "old_log_prob": "(B, R) float, log-probabilities under the policy that the advantages belong to",
-    "log_prob": "(B, R) float, the same under the policy that is trained; the gradient flows here",
+    "old_log_prob": "(B, R) float, log-probabilities under the policy before the update",
+    "log_prob": "(B, R) float, log-probabilities under the policy that is trained; the gradient flows here",
     "advantages": "(B, R) float",
     "response_mask": "(B, R) bool or 0/1, the tokens that count",
     "loss_agg_mode": "actor.loss_agg_mode, for `agg_loss`",
-    "rollout_is_weights": "(B, R) float, importance weights of the corrections of rollout against trainer",
+    "rollout_is_weights": "(B, R) float, importance weights of algorithm.rollout_correction",
     "entropy": "(B, R) float, entropy of the policy at each token, with its gradient",
     "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
     "teacher_log_prob": "(B, R) float, log-probabilities under the teacher; the run then has one",

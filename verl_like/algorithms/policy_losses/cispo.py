@@ -1,6 +1,6 @@
 """Clipped importance weights under which every token keeps its gradient (CISPO, MiniMax-M1, arXiv 2506.13585).
 
-With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and sg the stop of the gradient:
+With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and sg, which stops the gradient:
 
     L = -sg[clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)] A log_prob
 

@@ -1,11 +1,11 @@
 """On-policy distillation: PPO whose advantage is how much likelier the teacher finds each token than the policy.
 
 thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 2306.13649. With `k = log_prob -
-teacher_log_prob` without its gradient, the estimate of the KL to the teacher from the sampled token, and the loss
-`vanilla`:
+teacher_log_prob`, without its gradient, which estimates KL(policy || teacher), and the loss `vanilla`
+of the advantages A:
 
-    L = distillation_loss_coef vanilla(A = -clip(k, -loss_max_clamp, loss_max_clamp))
-    L = L + vanilla(A = the advantages)           with use_task_rewards
+    L = distillation_loss_coef vanilla(-clip(k, -loss_max_clamp, loss_max_clamp))
+    L = L + vanilla(A)                            with use_task_rewards
 
 | metric | meaning |
 |---|---|

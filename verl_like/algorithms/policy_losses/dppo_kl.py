@@ -1,11 +1,14 @@
-"""Divergence PPO: a token leaves the loss where it moved too far in KL (DPPO-Binary-KL, arXiv 2602.04879).
+"""Divergence PPO: a token leaves the loss where the policy moved too far in KL (DPPO-Binary-KL, arXiv 2602.04879).
 
-With `p = exp(log_prob)`, `r = p / p_old`, the exponent clamped to [-20, 20], and sg the stop of the gradient:
+With `p = exp(log_prob)`, `p_old = exp(old_log_prob)`, `r = exp(log_prob - old_log_prob)`, the exponent clamped to
+[-20, 20], and sg, which stops the gradient:
 
     L = -sg[min(r, clip_ratio_c)] A log_prob
     L = 0              where A > 0, p > p_old and KL > clip_ratio_high, or
                        A < 0, p < p_old and KL > clip_ratio_low
     KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
+
+KL is that of the old policy to the new one for two events: this token, or any other.
 
 | metric | meaning |
 |---|---|

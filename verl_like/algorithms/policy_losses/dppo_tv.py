@@ -1,10 +1,13 @@
-"""Divergence PPO: a token leaves the loss where it moved too far in total variation (DPPO-Binary-TV, arXiv 2602.04879).
+"""Divergence PPO: a token leaves the loss where its probability moved too far (DPPO-Binary-TV, arXiv 2602.04879).
 
-With `p = exp(log_prob)`, `r = p / p_old`, the exponent clamped to [-20, 20], and sg the stop of the gradient:
+With `p = exp(log_prob)`, `p_old = exp(old_log_prob)`, `r = exp(log_prob - old_log_prob)`, the exponent clamped to
+[-20, 20], and sg, which stops the gradient:
 
     L = -sg[min(r, clip_ratio_c)] A log_prob
     L = 0              where A > 0 and p - p_old > clip_ratio_high, or
                        A < 0 and p - p_old < -clip_ratio_low
+
+abs(p - p_old) is the total variation between the policies for two events: this token, or any other.
 
 | metric | meaning |
 |---|---|

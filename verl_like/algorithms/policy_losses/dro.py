@@ -6,8 +6,8 @@
 |---|---|
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-The paper learns a value function beside it; here the advantage estimator takes its place, as in verl. `old_log_prob` is
-the policy that the penalty holds to.
+The paper learns a value function beside it; here the advantage estimator takes its place, as in verl. The penalty
+is on the distance from the policy before the update.
 """
 
 from typing import Annotated

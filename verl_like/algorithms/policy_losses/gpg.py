@@ -2,7 +2,7 @@
 
     L = -A log_prob
 
-Made for the advantages of the estimator of the same name. There are no metrics.
+It belongs to the advantages of the estimator of the same name. There are no metrics.
 """
 
 import torch

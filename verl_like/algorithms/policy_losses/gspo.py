@@ -1,14 +1,17 @@
 """Group sequence policy optimization: the ratio and its clip are those of the whole response (GSPO, arXiv 2507.18071).
 
-With `s = exp(mean over the row's tokens of (log_prob - old_log_prob))`, at most e^10, and `s_t`, the form by token of
-section 4.3, `sg[s] exp(log_prob - sg[log_prob])`, which has the value of s and the gradient of the token alone:
+With sg, which stops the gradient:
 
-    L = max(-A s_t, -A clip(s_t, 1 - clip_ratio_low, 1 + clip_ratio_high))
+    s   = exp(mean over the row's tokens of (log_prob - old_log_prob)), at most e^10
+    s_t = sg[s] exp(log_prob - sg[log_prob])
+    L   = max(-A s_t, -A clip(s_t, 1 - clip_ratio_low, 1 + clip_ratio_high))
 
 | metric | meaning |
 |---|---|
 | `actor/pg_clipfrac` | share of tokens whose loss the clip range raised |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+
+s_t has the value of s and the gradient of token t alone (GSPO-token, section 4.3).
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The ratio of a whole response
 moves far less than a token's: the paper takes 3e-4 and 4e-4. The paper's loss is the mean over responses of the mean

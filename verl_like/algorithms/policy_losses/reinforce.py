@@ -1,4 +1,4 @@
-"""REINFORCE: the plain policy gradient, with the drift from the sampling policy (Williams 1992; arXiv 2402.14740).
+"""REINFORCE: the plain policy gradient, without ratio, clip or KL (Williams 1992; arXiv 2402.14740).
 
     L = -A log_prob
 
@@ -6,7 +6,8 @@
 |---|---|
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-With `algorithm.rollout_correction.rollout_is` it is the policy gradient with truncated importance weights. In verl the
+It differs from `gpg` in its metric. With `algorithm.rollout_correction.rollout_is` it is the policy gradient with
+truncated importance weights. In verl the
 function has no name for `loss_mode`, and its first parameter is called rollout_log_prob.
 """
 

@@ -4,7 +4,7 @@ With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and 
 
     L = -A (4 / tau) sigmoid(tau (r - 1))
 
-The gate's slope is 1 at r = 1 and falls off on both sides.
+The gate's slope is 1 at r = 1 and goes to 0 on both sides.
 
 | metric | meaning |
 |---|---|
