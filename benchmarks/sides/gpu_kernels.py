@@ -131,7 +131,7 @@ def head(report: Any, device: str, *, hidden_size: int) -> None:
     head_module.LOGITS_PER_CHUNK = of_training  # the cases that follow run in this process too
 
 
-def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return head_module.linear_log_prob(hidden, weight, labels, with_entropy=True)
 
 

@@ -4,7 +4,7 @@ from benchmarks.sides.head_contender import serve_heads
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK, linear_log_prob
 
 
-def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return linear_log_prob(hidden, weight, labels, with_entropy=True)
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import metrics_of
 from test_local_step import run_locally
+from transformers import AutoModelForCausalLM
 
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker
 
@@ -16,6 +18,18 @@ SETTINGS = [
     "trainer.test_freq=-1",
     "data.max_response_length=6",
 ]
+
+REWARD = """
+def compute_score(solution_str, **arguments):
+    return {"score": sum(map(ord, solution_str)) % 5, "acc": len(solution_str) + sum(map(ord, solution_str)) % 3}
+"""
+
+
+@pytest.fixture
+def differing_rewards(tmp_path: Path) -> str:
+    """A setting with which responses to one prompt hardly ever have the same rewards."""
+    (tmp_path / "differing.py").write_text(REWARD)
+    return f"custom_reward_function.path={tmp_path}/differing.py"
 
 
 @pytest.fixture
@@ -64,3 +78,56 @@ def test_remax_subtracts_the_reward_of_a_greedy_response(tmp_path: Path, tiny_ll
     assert torch.equal(baselines[:, 0], baselines[:, 1]) and (baselines > 0).all()
     expected = columns["token_level_rewards"].sum(-1, keepdim=True) - columns["reward_baselines"].unsqueeze(-1)
     torch.testing.assert_close(columns["advantages"], expected * columns["response_mask"])
+
+
+@pytest.mark.parametrize("estimator", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_the_optimal_token_baseline_weighs_returns_by_the_squared_probabilities_of_the_vocabulary(
+    tmp_path: Path, tiny_llama: Callable, made: list[Experience], differing_rewards: str, estimator: str
+):
+    settings = [differing_rewards, f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.temperature=0.7"]
+    run_locally(tmp_path, tiny_llama, *SETTINGS, *settings, steps=1)
+    columns = made[-1].batch.batch
+    model, _ = tiny_llama()
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)(**inputs).logits[:, -7:-1]
+    mask = columns["response_mask"].numpy()
+    squares = (logits / 0.7).softmax(-1).square().sum(-1).numpy()
+    np.testing.assert_allclose(columns["sum_pi_squared"].numpy(), squares * mask, atol=1e-4)
+    returns = columns["token_level_rewards"].double().numpy().sum(-1, keepdims=True) * mask
+    weights = (1 - 2 * columns["old_log_probs"].double().exp().numpy() + squares) * mask
+    weights = np.cumsum(weights, axis=1) * mask
+    # Tokens of the two responses to a prompt are compared where both have one.
+    pairs, both = weights.reshape(4, 2, -1), mask.reshape(4, 2, -1).all(1, keepdims=True)
+    baselines = (pairs * returns.reshape(pairs.shape)).sum(1, keepdims=True) / np.where(
+        both, pairs.sum(1, keepdims=True), 1
+    )
+    expected = (returns.reshape(pairs.shape) - np.where(both, baselines, 0)).reshape(mask.shape) * mask
+    np.testing.assert_allclose(columns["advantages"].numpy(), expected, atol=1e-4)
+    assert np.ptp(expected) > 0.1 and metrics_of(tmp_path)[0]["actor/grad_norm"] > 0
+
+
+def test_gdpo_adds_up_the_rewards_that_the_function_returns(
+    tmp_path: Path, tiny_llama: Callable, made: list[Experience], differing_rewards: str
+):
+    keys = [
+        differing_rewards,
+        "algorithm.gdpo_reward_keys=[rule_scores,acc]",
+        "algorithm.gdpo_reward_weights=[1.0,0.5]",
+    ]
+    run_locally(tmp_path, tiny_llama, *SETTINGS, "algorithm.adv_estimator=gdpo", *keys, steps=1)
+    batch = made[-1].batch
+    mask = batch.batch["response_mask"].numpy()
+    summed = np.zeros((4, 2))
+    for reward, weight in (
+        (batch.batch["rule_scores"].sum(-1), 1.0),
+        (batch.non_tensor_batch["reward_extra/acc"], 0.5),
+    ):
+        scores = np.asarray(reward, dtype=np.float64).reshape(4, 2)
+        deviations = scores - scores.mean(1, keepdims=True)
+        summed += weight * deviations / (scores.std(1, ddof=1, keepdims=True) + 1e-6)
+    tokens = np.broadcast_to(summed.reshape(8, 1), mask.shape)
+    selected = tokens[mask == 1]
+    expected = (tokens - selected.mean()) / np.sqrt(selected.var(ddof=1) + 1e-8) * mask
+    np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, atol=1e-5)
+    assert np.ptp(expected) > 0.1 and metrics_of(tmp_path)[0]["actor/grad_norm"] > 0

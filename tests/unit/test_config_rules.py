@@ -290,6 +290,10 @@ def test_bypass_leaves_out_nothing_that_is_needed():
     assert "set actor_rollout_ref.actor.use_kl_loss=true instead" in refusal(bypass, "algorithm.use_kl_in_reward=true")
     assert f"{CORRECTION}: bypass_mode=true computes no" in refusal(bypass, f"{CORRECTION}.rollout_is=token")
     assert small().needs_old_log_probs and not small(bypass).needs_old_log_probs
+    for estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        chosen = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4"]
+        assert small(*chosen).needs_old_log_probs
+        assert f"adv_estimator={estimator} gets sum_pi_squared; set bypass_mode=false" in refusal(*chosen, bypass)
 
 
 def test_corrections_and_selected_tokens_need_log_probabilities_before_a_single_step():

@@ -54,6 +54,7 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
         (["algorithm.adv_estimator=grpo"], 6),
         ([], 7),  # and values
         (["algorithm.use_kl_in_reward=true", "reward_model.enable=true"], 11),
+        (["algorithm.adv_estimator=optimal_token_baseline"], 9),  # 6, and old_log_probs, entropys, sum_pi_squared
     ],
 )
 def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, settings, floats):

@@ -98,7 +98,7 @@ def make_actor(folder, layout, *, model=(), **settings):
     path = Path(folder, "gemma2" if layout.startswith("gemma2") else "llama")
     config = policy_config(str(path), prompts=ROWS, **{"micro": ROWS, **OBJECTIVE, **settings})
     config = config.model_copy(update={"model": config.model.model_copy(update=dict(model))})
-    return ActorWorker(config)
+    return ActorWorker(config, with_sum_pi_squared=True)
 
 
 def make_critic(folder, layout, **settings):
@@ -173,7 +173,7 @@ def collected(folder, role, ranks, layout):
 
 @pytest.fixture(scope="module", params=MODELS)
 def padded_reference(request, folder):
-    """Model, loss, gradients and log-probabilities of transformers' own padded pass; Llama's in float64."""
+    """Model, loss, gradients and scores by column of transformers' own padded pass; Llama's in float64."""
     rows = dict(make_batch(ROWS).batch.items())
     if request.param == "llama":
         hf = AutoModelForCausalLM.from_pretrained(folder / request.param, attn_implementation="sdpa").double()
@@ -193,11 +193,12 @@ def padded_reference(request, folder):
     loss = ((surrogate - 0.01 * entropy + 0.1 * kl) * mask).sum() / mask.sum()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    return request.param, loss.item(), gradients, (log_prob * mask).detach()
+    scores = {"old_log_probs": log_prob, "entropys": entropy, "sum_pi_squared": log_probs_BRV.exp().square().sum(-1)}
+    return request.param, loss.item(), gradients, {name: (score * mask).detach() for name, score in scores.items()}
 
 
-def test_every_layout_of_the_actor_has_loss_gradient_and_log_probs_of_a_padded_pass(folder, padded_reference):
-    model, loss, gradients, log_probs_BR = padded_reference
+def test_every_layout_of_the_actor_has_loss_gradient_and_scores_of_a_padded_pass(folder, padded_reference):
+    model, loss, gradients, expected_scores = padded_reference
     layouts = [(ranks, layout) for ranks in ACTORS for layout in ACTORS[ranks] if "bfloat16" not in layout]
     for ranks, layout in layouts:
         if layout.startswith("gemma2") != (model == "gemma2"):
@@ -206,7 +207,9 @@ def test_every_layout_of_the_actor_has_loss_gradient_and_log_probs_of_a_padded_p
         # The terms of the loss are of the size of 1.
         assert metrics["actor/loss"] == pytest.approx(loss, rel=0, abs=1e-6), (ranks, layout)
         assert relative_error(got, gradients) < 1e-6, (ranks, layout)
-        torch.testing.assert_close(scores["old_log_probs"], log_probs_BR.float(), rtol=0, atol=1e-5)
+        assert scores.keys() == expected_scores.keys()
+        for name, expected in expected_scores.items():
+            torch.testing.assert_close(scores[name], expected.float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("role", "layouts"), [("actor", ACTORS), ("critic", CRITICS)])

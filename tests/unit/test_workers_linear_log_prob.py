@@ -1,5 +1,6 @@
 """The head computed in chunks of the vocabulary, against the formulas in float64 over the full logits."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,11 +114,32 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
 
 
 def test_entropy_is_computed_only_when_asked_for():
-    log_probs, entropies = linear_log_prob(*inputs())
-    assert entropies is None
+    (log_probs,) = linear_log_prob(*inputs())
     with torch.no_grad():
         again, entropies = linear_log_prob(*inputs(), with_entropy=True)
     assert torch.equal(again, log_probs) and not entropies.requires_grad
+
+
+@pytest.mark.parametrize("columns, rows", [(V, M), (40, 7), (1, 1)])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "scale": 0.5}, {"temperature": 0.7, "softcap": 3.0}])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 4e-2)])
+def test_sums_of_squared_probabilities_are_those_of_numpy(monkeypatch, columns, rows, changes, dtype, tolerance):
+    use_chunks(monkeypatch, columns, rows)
+    hidden, weight, labels = inputs(dtype)
+    logits = changes.get("scale", 1.0) * hidden.detach().double().numpy() @ weight.detach().double().numpy().T
+    if "softcap" in changes:
+        logits = changes["softcap"] * np.tanh(logits / changes["softcap"])
+    powers = np.exp(logits / changes.get("temperature", 1.0))
+    expected = ((powers / powers.sum(-1, keepdims=True)) ** 2).sum(-1)
+    alone = linear_log_prob(hidden, weight, labels, **changes, with_sum_pi_squared=True)
+    for got in (alone, linear_log_prob(hidden, weight, labels, **changes, with_entropy=True, with_sum_pi_squared=True)):
+        np.testing.assert_allclose(got[-1].numpy(), expected, rtol=tolerance)
+        assert got[-1].dtype == torch.float32 and got[0].requires_grad and not got[-1].requires_grad
+    (log_probs,) = linear_log_prob(hidden, weight, labels, **changes)
+    log_probs.sum().backward()
+    expected_gradient, weight.grad = weight.grad, None
+    alone[0].sum().backward()
+    assert len(alone) == 2 and torch.equal(alone[0], log_probs) and torch.equal(weight.grad, expected_gradient)
 
 
 def test_a_batch_without_scored_tokens_has_a_gradient_of_zero():

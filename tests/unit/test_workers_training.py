@@ -449,7 +449,7 @@ SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
 @pytest.mark.parametrize(
     ("role", "method", "reads", "writes"),
     [
-        (ActorWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys")),
+        (ActorWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys", "sum_pi_squared?")),
         (ReferenceWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
         (CriticWorker, "compute_values", SEQUENCE, ("values",)),
         (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns"), None),

@@ -36,6 +36,8 @@ _TABLE = [
            "Log-probability of each response token under the actor before the update."),
     Column("entropys", "tensor", "B R", "float32", "compute_log_prob",
            "Entropy of the actor's next-token distribution at each response token, in nats."),
+    Column("sum_pi_squared", "tensor", "B R", "float32", "compute_log_prob, for the estimator",
+           "Sum over the vocabulary of the actor's squared probabilities at each response token."),
     Column("ref_log_prob", "tensor", "B R", "float32", "compute_ref_log_prob",
            "Log-probability of each response token under the frozen reference model."),
     Column("values", "tensor", "B R", "float32", "compute_values",

@@ -26,6 +26,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     calls |= {"compute_log_prob": config.needs_old_log_probs, "compute_rm_score": config.reward_model.enable}
     correction, loss_needs = config.algorithm.rollout_correction, config.loss_needs
     calls |= {
+        "compute_log_prob, for the estimator": "sum_pi_squared" in config.estimator_needs,
         "driver, by rollout_is": bool(correction.rollout_is),
         "driver, by rollout_rs": bool(correction.rollout_rs),
         "driver, by the policy loss": "selected_tokens" in loss_needs,

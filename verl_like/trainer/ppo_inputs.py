@@ -108,19 +108,15 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
 
 
 def check_estimator(config: PPOConfig) -> None:
-    """Raises ValueError for an estimator that needs what no run has, or that does not see a configured penalty."""
+    """Raises ValueError for an estimator that does not see a configured penalty."""
     name = config.algorithm.adv_estimator
-    needs = config.estimator_needs
-    if "sum_pi_squared" in needs:
-        raise ValueError(
-            f"algorithm.adv_estimator={name} needs sum_pi_squared, the sum of the squared probabilities at each token, "
-            "which the actor does not compute: choose another estimator."
-        )
     penalties = {
         "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
         "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
     }
-    if "token_level_rewards" not in needs and (ignored := [key for key, is_on in penalties.items() if is_on]):
+    if "token_level_rewards" not in config.estimator_needs and (
+        ignored := [key for key, is_on in penalties.items() if is_on]
+    ):
         raise ValueError(
             f"algorithm.adv_estimator={name} reads each reward by itself, not their sum, so it would not see the "
             f"penalty of {', '.join(ignored)}: set it to false, or choose an estimator of the sum, such as grpo."

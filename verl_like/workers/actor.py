@@ -38,13 +38,19 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     Args:
         config: settings of the policy in all its roles.
         total_training_steps: steps that train the actor, for a learning rate that depends on them.
+        with_sum_pi_squared: whether `compute_log_prob` writes the column `sum_pi_squared`.
         shares_device: whether a rollout engine takes memory of the device in turn.
     """
 
     def __init__(
-        self, config: ActorRolloutRefConfig, total_training_steps: int | None = None, shares_device: bool = False
+        self,
+        config: ActorRolloutRefConfig,
+        total_training_steps: int | None = None,
+        with_sum_pi_squared: bool = False,
+        shares_device: bool = False,
     ) -> None:
         super().__init__(config, shares_device)
+        self.with_sum_pi_squared = with_sum_pi_squared
         self.total_training_steps = total_training_steps
         self.model_config = config.model
         self.fsdp_config = config.actor.fsdp_config
@@ -68,15 +74,15 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
         blocking=False,
         reads=SEQUENCE_COLUMNS,
-        writes=["old_log_probs", "entropys"],
+        writes=["old_log_probs", "entropys", "sum_pi_squared?"],
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability and entropy of each response token under the present policy, (B, R) float32."""
         output = self.infer(
             data,
-            ["old_log_probs", "entropys"],
+            ["old_log_probs", "entropys", *(["sum_pi_squared"] if self.with_sum_pi_squared else [])],
             log_prob_micro_batching(self.config.rollout),
-            lambda micro: self._score(micro, with_entropy=True),
+            lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
         total, num_tokens = output.batch["entropys"].sum(), to_rows(data, "cpu")["response_mask"].sum()

@@ -39,8 +39,8 @@ class ActorRolloutRefWorker(ModelWorker):
             )
         )
 
-    def _score(self, micro: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the response tokens and, if asked for, entropies: (b, R) each."""
+    def _score(self, micro: Rows, *, with_entropy: bool, with_sum_pi_squared: bool = False) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`: (b, R) each."""
         packed = self.engine.pack(micro)
-        log_probs, entropies = self.engine.run(packed, self.config.rollout.temperature, with_entropy)
-        return tuple(packed.unpack(scores) for scores in (log_probs, entropies) if scores is not None)
+        scores = self.engine.run(packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared)
+        return tuple(map(packed.unpack, scores))

@@ -22,7 +22,7 @@ INPUTS = {
     "old_log_probs": "(B, R) float, log-probabilities of the responses under the policy before the update",
     "rollout_log_probs": "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
     "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
-    "sum_pi_squared": "(B, R) float, sum of the squared probabilities of the vocabulary at each token",
+    "sum_pi_squared": "(B, R) float, sum over the vocabulary of the policy's squared probabilities at each token",
     "rollout_is_weights": "(B, R) float, importance weights of algorithm.rollout_correction",
     "scores_by_reward": "dict of (B, R) float, each reward before they are added up, by the name of its column",
     "gamma": "algorithm.gamma",

@@ -22,7 +22,10 @@ Differences from verl: it adds 1e-8 to the sum of the weights, so its baseline i
 every token up to t; here the weights are equal then. It finds the tail of the longest row by the number of tokens,
 which is wrong in masks with holes, and its returns are not 0 in holes.
 
-Keys: none. The actor does not compute `sum_pi_squared` yet, so a run with this estimator is refused.
+The actor computes `sum_pi_squared` with `old_log_probs` before the update, so `bypass_mode` of the old
+log-probabilities is refused.
+
+Keys: none.
 """
 
 import numpy as np

@@ -227,6 +227,15 @@ def bypassed_log_probs_are_in_no_reward(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def sums_of_squared_probabilities_are_not_bypassed(config: PPOConfig) -> Iterator[str]:
+    if config.algorithm.rollout_correction.bypass_mode and "sum_pi_squared" in config.estimator_needs:
+        yield (
+            "algorithm.rollout_correction.bypass_mode=true leaves out the actor's pass before the update, in which "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} gets sum_pi_squared; set bypass_mode=false or "
+            "another estimator"
+        )
+
+
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if warmup and not config.needs_critic:
@@ -276,6 +285,7 @@ OTHER_RULES: tuple[Rule, ...] = (
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,
     bypassed_log_probs_are_in_no_reward,
+    sums_of_squared_probabilities_are_not_bypassed,
     critic_warmup_leaves_steps_for_the_actor,
     an_enabled_reward_model_has_a_path,
     reward_function_settings_have_a_function,

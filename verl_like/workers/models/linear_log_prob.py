@@ -1,4 +1,4 @@
-"""The language-model head and its softmax in one: log-probabilities and entropies without the full logits."""
+"""The language-model head and its softmax in one: log-probabilities and the like without the full logits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +25,9 @@ def linear_log_prob(
     scale: float = 1.0,
     softcap: float | None = None,
     with_entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each label, and entropy, under softmax(logits / temperature); differentiable once.
+    with_sum_pi_squared: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Log-probability of each label under softmax(logits / temperature), and more of that distribution.
 
     logits = x, or softcap * tanh(x / softcap) where there is a cap (Gemma 2, arXiv 2408.00118), with
     x = scale * hidden @ weight.T. A chunk of the vocabulary is computed at a time, for all tokens, and again in the
@@ -40,13 +41,16 @@ def linear_log_prob(
         scale: multiplies the products, before the cap.
         softcap: bound of the logits' absolute values, > 0.
         with_entropy: whether to compute the entropy too.
+        with_sum_pi_squared: whether to compute the sum of the squared probabilities too.
 
     Returns:
-        Log-probabilities, and entropies in nats or None: (M,) float32.
+        (M,) float32 each: log-probabilities; entropies in nats and sums of squared probabilities where they are asked
+        for. The first two can be differentiated once.
     """
     factor = scale / temperature if softcap is None else scale / softcap
     cap = None if softcap is None else softcap / temperature
-    return _LinearLogProb.apply(hidden_MD, weight_VD, labels_M, factor, cap, with_entropy)
+    scores = _LinearLogProb.apply(hidden_MD, weight_VD, labels_M, factor, cap, with_entropy, with_sum_pi_squared)
+    return tuple(score_M for score_M in scores if score_M is not None)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -56,7 +60,8 @@ class _LinearLogProb(torch.autograd.Function):
     H = -sum_v p_v log p_v with log p_v = z_v - lse, so d H / d z_v = -p_v (z_v - lse + H).
 
     A chunk c has the share w_c = exp(lse_c - lse) of the probability, and H_c is the entropy of its own softmax:
-    H = sum_c w_c (H_c - log w_c), which stays exact where lse is large and H small.
+    H = sum_c w_c (H_c - log w_c), which stays exact where lse is large and H small. Likewise
+    sum_v p_v^2 = sum_c w_c^2 (sum of the squares of its own softmax).
     """
 
     @staticmethod
@@ -68,11 +73,12 @@ class _LinearLogProb(torch.autograd.Function):
         factor: float,
         cap: float | None,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with_sum_pi_squared: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         chunks = _chunks(hidden_MD, weight_VD)
         buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
         lse_SM = hidden_MD.new_empty(len(chunks), len(hidden_MD), dtype=torch.float32)
-        entropy_SM = torch.empty_like(lse_SM)
+        entropy_SM, norm_SM = torch.empty_like(lse_SM), torch.empty_like(lse_SM)
         label_logit_M = torch.zeros_like(lse_SM[0])
         for index, (start, end) in enumerate(chunks):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
@@ -82,6 +88,8 @@ class _LinearLogProb(torch.autograd.Function):
                 # The largest logit's probability is 1 / sum(exp(logits - largest)).
                 largest_R1, log_prob_R1 = logits_RC.amax(-1, keepdim=True), probs_RC.amax(-1, keepdim=True).log()
                 lse_SM[index, rows] = (largest_R1 - log_prob_R1).squeeze(1)
+                if with_sum_pi_squared:
+                    norm_SM[index, rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
                 if with_entropy:
                     mean_R1 = probs_RC.mul_(logits_RC - largest_R1).sum(-1, keepdim=True)
                     entropy_SM[index, rows] = -(mean_R1 + log_prob_R1).squeeze(1)
@@ -90,15 +98,18 @@ class _LinearLogProb(torch.autograd.Function):
         lse_M = lse_SM.logsumexp(0)
         log_share_SM = lse_SM - lse_M
         entropy_M = (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0) if with_entropy else None
+        sum_squares_M = (log_share_SM.exp() * norm_SM).square().sum(0) if with_sum_pi_squared else None
+        if sum_squares_M is not None:
+            ctx.mark_non_differentiable(sum_squares_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M)
         ctx.factor, ctx.cap, ctx.buffer = factor, cap, buffer
-        return label_logit_M - lse_M, entropy_M
+        return label_logit_M - lse_M, entropy_M, sum_squares_M
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_prob_M: torch.Tensor | None, grad_entropy_M: torch.Tensor | None
+        ctx: Any, grad_log_prob_M: torch.Tensor | None, grad_entropy_M: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M = ctx.saved_tensors
         chunks = _chunks(hidden_MD, weight_VD)
@@ -130,7 +141,7 @@ class _LinearLogProb(torch.autograd.Function):
                 grad_hidden_MD += x_MC @ weight_VD[start:end]
         if grad_hidden_MD is not None:
             grad_hidden_MD = grad_hidden_MD.to(hidden_MD.dtype)
-        return grad_hidden_MD, grad_weight_VD, None, None, None, None
+        return grad_hidden_MD, grad_weight_VD, None, None, None, None, None
 
 
 def _logits_to_gradient(

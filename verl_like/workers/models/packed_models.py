@@ -39,24 +39,25 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """Log-probability and entropy of each response token; the full logits never exist."""
+    """Log-probability of each response token, and more of its distribution; the full logits never exist."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
         self.logit_scale, self.softcap = _changes_of_logits(hf)
 
     def forward(
-        self, packed: PackedBatch, temperature: float, with_entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, packed: PackedBatch, temperature: float, with_entropy: bool = False, with_sum_pi_squared: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Scores the response tokens under softmax(logits / temperature).
 
         Args:
             packed: N tokens, M of them scored.
             temperature: the sampling temperature of the rollout, > 0.
-            with_entropy: whether to compute the entropy too.
+            with_entropy: see `linear_log_prob`, which computes what is returned.
+            with_sum_pi_squared: likewise.
 
         Returns:
-            Log-probabilities, and entropies in nats or None: (M,) float32, both differentiable.
+            (M,) float32 each: log-probabilities, and what is asked for.
 
         Raises:
             ValueError: temperature not positive.
@@ -71,6 +72,7 @@ class PolicyModel(PackedModel):
             scale=self.logit_scale,
             softcap=self.softcap,
             with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
         )
 
 
