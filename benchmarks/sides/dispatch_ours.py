@@ -1,5 +1,6 @@
 """verl_like's side of `dispatch`, `calls` and `scaling`, and raw Ray actors in the same Ray."""
 
+import copy
 import gc
 from typing import Any
 
@@ -77,13 +78,21 @@ def resident() -> dict[str, Any]:
     return {"bytes": dispatch_ray.private_bytes()}
 
 
+def _first_ranks(group: RayWorkerGroup, workers: int) -> RayWorkerGroup:
+    """A group of the first ranks alone, on the same processes."""
+    processes = copy.copy(group.processes)
+    processes.actors = processes.actors[:workers]
+    part = RayWorkerGroup.__new__(RayWorkerGroup)
+    part._attach(processes, {group.role: DispatchWorker}, group.role, group.deadline_s, None)
+    return part
+
+
 def small_calls(workers: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of calls to the first `workers` ranks: without arguments, and of 4 KiB there and back."""
     group = state["group"]
     if workers < group.world_size:
         if ("part", workers) not in state:
-            handles = group.workers[:workers]
-            state["part", workers] = RayWorkerGroup.from_detached(worker_handles=handles)
+            state["part", workers] = _first_ranks(group, workers)
         group = state["part", workers]
     actors, payload = state["raw"][:workers], np.arange(1024, dtype=np.float32)
     batch = DataProto.from_dict({"advantages": torch.from_numpy(payload).view(32, 32)})

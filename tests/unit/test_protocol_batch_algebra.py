@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_batches import batches, plain_rows, share_memory, unchanged
 
-from verl_like.protocol import (
-    DataProto,
-    collate_fn,
-    fold_batch_dim,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    unpad_dataproto,
-)
+from verl_like.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -114,26 +107,6 @@ def test_the_inverse_permutation_undoes_reorder(data: DataProto, draw: st.DataOb
 
 
 @law
-@given(batches(min_rows=1))
-def test_collate_undoes_indexing_row_by_row(data: DataProto):
-    with unchanged(data):
-        collated = collate_fn([data[i] for i in range(len(data))])
-    assert collated.equal(data) and plain_rows(collated) == plain_rows(data)
-    assert not share_memory(data, collated)
-
-
-@law
-@given(batches(jagged_columns=False), st.integers(1, 3))
-def test_unfold_undoes_fold(data: DataProto, groups: int):
-    data = data.repeat(groups)
-    with unchanged(data):
-        folded = fold_batch_dim(data, groups)
-        unfolded = unfold_batch_dim(folded)
-    assert len(folded) == groups and unfolded.equal(data)
-    assert not share_memory(data, folded) and not share_memory(folded, unfolded)
-
-
-@law
 @given(batches(min_rows=1), st.integers(1, 8))
 def test_unpad_undoes_pad_and_pad_rows_wrap_around(data: DataProto, divisor: int):
     rows = plain_rows(data)
@@ -193,17 +166,6 @@ def test_a_file_gives_back_the_same_batch(data: DataProto):
         data.save_to_disk(f"{folder}/batch.safetensors")
         loaded = DataProto.load_from_disk(f"{folder}/batch.safetensors")
     assert loaded.equal(data) and plain_rows(loaded) == plain_rows(data)
-
-
-@law
-@given(batches(min_rows=1))
-def test_a_tensordict_gives_back_the_same_batch_up_to_array_types(data: DataProto):
-    with unchanged(data):
-        back = DataProto.from_tensordict(data.to_tensordict())
-    assert back.select(None, []).equal(data.select(None, [])) or data.batch is None
-    assert {k: list(map(repr, v)) for k, v in back.non_tensor_batch.items()} == {
-        k: list(map(repr, v)) for k, v in data.non_tensor_batch.items()
-    }
 
 
 @law

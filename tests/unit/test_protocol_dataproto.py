@@ -6,18 +6,7 @@ import torch
 from protocol_batches import jagged, plain_rows, share_memory, unchanged
 from tensordict import TensorDict
 
-from verl_like.protocol import (
-    DataProto,
-    DataProtoItem,
-    Metric,
-    collate_fn,
-    fold_batch_dim,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    union_numpy_dict,
-    union_tensor_dict,
-    unpad_dataproto,
-)
+from verl_like.protocol import DataProto, DataProtoItem, Metric, pad_dataproto_to_divisor, unpad_dataproto
 
 
 def make_batch(rows: int = 4) -> DataProto:
@@ -173,16 +162,6 @@ def test_union_joins_metrics_and_timing_by_name():
     assert list(left.meta_info["metrics"]) == ["actor/loss"]
 
 
-def test_union_of_dicts_makes_new_dicts():
-    left, right = TensorDict({"a": torch.ones(2)}, [2]), TensorDict({"b": torch.zeros(2)}, [2])
-    assert set(union_tensor_dict(left, right).keys()) == {"a", "b"} and list(left.keys()) == ["a"]
-    with pytest.raises(ValueError, match="batch sizes differ"):
-        union_tensor_dict(left, TensorDict({"b": torch.zeros(3)}, [3]))
-    arrays = {"x": np.array([1.0, np.nan])}
-    assert list(union_numpy_dict(arrays, {"x": np.array([1.0, np.nan]), "y": np.ones(2)})) == ["x", "y"]
-    assert list(arrays) == ["x"]
-
-
 def test_concat_merges_metrics_by_their_reduction_and_timings_into_lists():
     parts = [
         DataProto.from_dict(
@@ -243,37 +222,6 @@ def test_a_batch_without_columns_keeps_its_number_of_rows():
     data = make_batch(4).select([], [])
     assert [len(piece) for piece in data.chunk(2)] == [2, 2]
     assert len(DataProto.concat(data.chunk(2))) == 4 and len(data.repeat(3)) == 12
-
-
-def test_columns_unfold_into_rows_and_the_others_repeat():
-    data = make_batch(2)
-    data.batch["ragged"] = jagged([torch.arange(4), torch.arange(2)], torch.zeros(0, dtype=torch.int64))
-    data.non_tensor_batch["pairs"] = np.array([["a", "b"], ["c", "d"]], dtype=object)
-    with unchanged(data):
-        result = data.unfold_column_chunks(2, ["ids", "ragged", "pairs"])
-    assert result.batch["ids"].tolist() == [[0], [1], [2], [3]]
-    assert [row.tolist() for row in result.batch["ragged"].unbind()] == [[0, 1], [2, 3], [0], [1]]
-    assert result.non_tensor_batch["pairs"].tolist() == [["a"], ["b"], ["c"], ["d"]]
-    assert result.non_tensor_batch["uid"].tolist() == ["0-0", "0-0", "0-1", "0-1"]
-    assert not share_memory(data, result)
-    assert data.unfold_column_chunks(2).equal(data.repeat(2))
-    with pytest.raises(ValueError, match="'ids' has shape"):
-        data.unfold_column_chunks(3, ["ids"])
-    with pytest.raises(ValueError, match="'ragged' has rows of lengths"):
-        data.unfold_column_chunks(4, ["ragged"])
-
-
-def test_fold_says_why_it_cannot():
-    with pytest.raises(ValueError, match="4 rows do not divide into 3"):
-        fold_batch_dim(make_batch(4), 3)
-    with pytest.raises(ValueError, match="'ragged' are jagged"):
-        fold_batch_dim(make_batch(4), 2)
-    folded = fold_batch_dim(make_batch(4).select(["ids"]), 2)
-    assert folded.batch["ids"].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    assert folded.non_tensor_batch["uid"].tolist() == [["0-0", "0-1"], ["0-2", "0-3"]]
-    folded.batch["flat"] = torch.ones(2)
-    with pytest.raises(ValueError, match=r"'flat': \(2,\)"):
-        unfold_batch_dim(folded)
 
 
 def test_padding_needs_rows_and_unpadding_drops_no_real_row():
@@ -350,16 +298,6 @@ def test_equal_sees_every_difference():
     ]
     for edit in edits:
         assert not batch().equal(change(edit)) and not change(edit).equal(batch())
-
-
-def test_rows_of_different_batches_do_not_collate():
-    data = make_batch()
-    with pytest.raises(ValueError, match="no rows"):
-        collate_fn([])
-    with pytest.raises(ValueError, match="rows 0 and 1 do not both have 'ragged'"):
-        collate_fn([data[0], data.select(["ids"])[0]])
-    with pytest.raises(ValueError, match="different meta_info"):
-        collate_fn([data[0], data.select(meta_info_keys=[])[1]])
 
 
 def test_a_mini_batch_size_that_does_not_divide_fails_at_the_call():

@@ -70,8 +70,8 @@ def test_a_shard_keeps_its_rows_and_what_they_are_rows_of():
     part = Part("header", "payload")
     shard = BatchShard((part, part), 1, 2, None, np.array([2, 0]), 4, True)
     found = unpack(over_the_wire(pack(shard), pickled=[]))
-    assert (found.parts, found.index, found.count, found.columns) == ((part, part), 1, 2, None)
-    assert (found.rows.tolist(), found.total, found.ordered) == ([2, 0], 4, True)
+    assert (found.parts, found.index, found.num_shards, found.columns) == ((part, part), 1, 2, None)
+    assert (found.row_numbers.tolist(), found.num_batch_rows, found.ordered) == ([2, 0], 4, True)
 
 
 def test_large_columns_are_left_to_pickle_as_arrays_in_the_same_memory():

@@ -123,8 +123,3 @@ def test_an_ordered_batch_is_refused_where_it_has_no_meaning():
     future = GROUPS[2].echo.remote(Ordered(batch, [3, 2, 1, 0]))
     with pytest.raises(ValueError, match="names each of its 4 rows once"):
         Ordered(future, [4, 3, 2, 1, 0])
-    with pytest.raises(ValueError, match="in another order than the batch"):
-        future.chunk(2)
-    with pytest.raises(ValueError, match="in another order than its batch"):
-        GROUPS[2].echo(type(future).concat([future, future]))
-    assert type(future).concat([future, future]).get().equal(DataProto.concat([batch, batch]))

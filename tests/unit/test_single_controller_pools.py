@@ -6,16 +6,15 @@ import socket
 
 import pytest
 
-from verl_like.single_controller import ResourcePool, WorkerError
+from verl_like.single_controller import WorkerError
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
-from verl_like.single_controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
+from verl_like.single_controller.ray import RayResourcePool
 from verl_like.single_controller.ray.cluster import assign
 from verl_like.single_controller.worker import reserve_port
 
 
 def test_local_ranks_follow_from_the_processes_of_each_node():
-    pool = ResourcePool([2, 1])
-    pool.add_node(3)
+    pool = RayResourcePool([2, 1, 3])
     assert (pool.world_size, pool.store) == (6, [2, 1, 3])
     assert pool.local_rank_list() == [0, 1, 0, 0, 1, 2]
     assert pool.local_world_size_list() == [2, 2, 1, 3, 3, 3]
@@ -24,23 +23,7 @@ def test_local_ranks_follow_from_the_processes_of_each_node():
 @pytest.mark.parametrize("wrong", [0, -1, 1.5])
 def test_a_node_has_at_least_one_process(wrong):
     with pytest.raises(ValueError, match="at least one process"):
-        ResourcePool([1, wrong])
-
-
-def test_windows_of_a_pool_keep_its_node_boundaries():
-    pool = RayResourcePool([2, 3], use_gpu=False, name_prefix="p")
-    windows = split_resource_pool(pool, [1, 3, 1])
-    assert [w.process_on_nodes for w in windows] == [[1], [1, 2], [1]]
-    assert windows[1].name == "p[1:4]"
-    with pytest.raises(ValueError, match="5 processes, which 2 does not split exactly"):
-        split_resource_pool(pool, 2)
-
-
-def test_pools_that_differ_cannot_be_merged():
-    first, second = RayResourcePool([2], use_gpu=False), RayResourcePool([1], use_gpu=True)
-    with pytest.raises(ValueError, match="use_gpu is False and True"):
-        merge_resource_pool(first, second)
-    assert merge_resource_pool(first, RayResourcePool([1], use_gpu=False)).process_on_nodes == [2, 1]
+        RayResourcePool([1, wrong])
 
 
 def entries(*cpus: float) -> list[dict[str, float]]:

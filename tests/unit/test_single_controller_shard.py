@@ -102,7 +102,7 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
         numbers = np.arange(index * per_shard, (index + 1) * per_shard)
         assert positions.tolist() == order[numbers % total].tolist()
         store = Store(sizes)
-        shard = BatchShard(parts_of(sizes), index, count, rows=positions, total=total, ordered=True)
+        shard = BatchShard(parts_of(sizes), index, count, row_numbers=positions, num_batch_rows=total, ordered=True)
         resolved = shard.resolve(store)
         assert resolved.data.batch["row"].tolist() == positions.tolist()
         assert resolved.data.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
@@ -113,13 +113,13 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
 def test_contiguous_positions_stay_a_view():
     data = DataProto.from_dict({"row": torch.arange(6)})
     part = Part(CallHeader(num_rows=6), data)
-    shard = BatchShard((part,), 1, 2, rows=np.array([2, 3, 4]), total=6)
+    shard = BatchShard((part,), 1, 2, row_numbers=np.array([2, 3, 4]), num_batch_rows=6)
     assert shard.resolve(list).data.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
 
 
 def test_an_order_for_another_number_of_rows_is_refused():
     with pytest.raises(ValueError, match="an order of 4 rows was given for a future of 5 rows"):
-        BatchShard(parts_of([5]), 0, 2, rows=np.array([3, 2]), total=4).resolve(Store([5]))
+        BatchShard(parts_of([5]), 0, 2, row_numbers=np.array([3, 2]), num_batch_rows=4).resolve(Store([5]))
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3], [[0, 1, 2]]])

@@ -1,4 +1,4 @@
-"""What a batch is made of: its columns, how they are checked, compared and described, pickled and written to a file."""
+"""The columns of a batch: how they are checked, compared, described, pickled and written to a file."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +11,9 @@ from tensordict import TensorDict
 
 from verl_like.protocol.row_ops import check_tensor_column, deep_equal, is_jagged, jagged_parts, map_leaves, write_count
 from verl_like.protocol.wire import WireTensor, from_wire, read_file, to_wire, write_file
+
+# (number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info)
+State = tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]
 
 
 @dataclass(eq=False, repr=False)
@@ -34,15 +37,12 @@ class Batch:
 
     def check_consistency(self) -> None:
         """Raise ValueError unless every column has the same number of rows and a supported type."""
-        if self.batch is not None:
-            if not isinstance(self.batch, TensorDict):
-                raise ValueError(
-                    f"DataProto.batch is a {type(self.batch).__name__}, not a TensorDict; use DataProto.from_dict."
-                )
-            if len(self.batch.batch_size) != 1:
-                raise ValueError(
-                    f"DataProto.batch has batch_size {tuple(self.batch.batch_size)}; it must have one batch dimension."
-                )
+        if self.batch is not None and not (isinstance(self.batch, TensorDict) and self.batch.batch_dims == 1):
+            raise ValueError(
+                f"DataProto.batch is a {type(self.batch).__name__} with batch_size "
+                f"{getattr(self.batch, 'batch_size', None)}; it must be a TensorDict with one batch dimension, as "
+                "DataProto.from_dict makes it."
+            )
         if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
             raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
         for name, tensor in self.tensors().items():
@@ -126,17 +126,14 @@ class Batch:
         lines[0] += f", {total / 2**20:.2f} MiB"
         return "\n".join(lines)
 
-    def __getstate__(self) -> tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]:
-        """(number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info). Tensors are views in NumPy
-        arrays, which pickle protocol 5 passes on out of band, without a copy."""
+    def __getstate__(self) -> State:
+        """Tensors are views in NumPy arrays, which pickle protocol 5 passes on out of band, without a copy."""
         self.check_consistency()
         meta_info = map_leaves(lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info)
         tensors = {name: to_wire(tensor) for name, tensor in self.tensors().items()}
         return None if self.batch is None else len(self), tensors, dict(self.non_tensor_batch), meta_info
 
-    def __setstate__(
-        self, state: tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]
-    ) -> None:
+    def __setstate__(self, state: State) -> None:
         """Tensors on the CPU, wherever they were. On shared memory they are read-only by agreement."""
         num_rows, tensors, self.non_tensor_batch, meta_info = state
         self.batch = None
@@ -153,7 +150,7 @@ class Batch:
         return data
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """One safetensors file that holds everything; never pickle. Raises ValueError naming a value of an unknown
+        """Write everything to one safetensors file, without pickle. Raises ValueError naming a value of an unknown
         type."""
         self.check_consistency()
         num_rows = None if self.batch is None else len(self)

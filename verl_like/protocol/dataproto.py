@@ -1,6 +1,5 @@
 """DataProto, the batch that travels between the driver and the workers."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, overload
@@ -11,16 +10,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like.protocol.batch import Batch
-from verl_like.protocol.merge import (
-    concat_parts,
-    merge_meta_info,
-    names,
-    pick_keys,
-    require_keys,
-    union_meta_info,
-    union_numpy_dict,
-    union_tensor_dict,
-)
+from verl_like.protocol.merge import concat_parts, merge_meta_info, names, pick_keys, union_columns, union_meta_info
 from verl_like.protocol.row_ops import (
     RowIndices,
     copy_column,
@@ -29,24 +19,17 @@ from verl_like.protocol.row_ops import (
     object_array,
     row_indices,
     take_rows,
-    unfold_column,
     view_rows,
 )
-from verl_like.protocol.wire import join_tensordict, split_tensordict
 
 
 @dataclass(eq=False)
 class DataProtoItem:
-    """One row: `batch` holds its tensors (no batch dimension), `non_tensor_batch` its objects.
-
-    `jagged_keys` and `array_templates` (no rows; dtype and row shape) let `collate_fn` rebuild the columns.
-    """
+    """One row: `batch` holds its tensors (no batch dimension), `non_tensor_batch` its objects."""
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
-    jagged_keys: frozenset[str] = frozenset()
-    array_templates: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
@@ -101,24 +84,6 @@ class DataProto(Batch):
         arrays = {name: value for name, value in data.items() if name not in tensors}
         return DataProto.from_dict(tensors, arrays, meta_info)
 
-    @staticmethod
-    def from_tensordict(tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> "DataProto":
-        """Tensors stay; NonTensorStack entries become object arrays, NonTensorData entries meta_info.
-
-        Raises ValueError if a meta key is also in `meta_info`.
-        """
-        tensors, arrays, meta = split_tensordict(tensor_dict, meta_info or {})
-        return DataProto(TensorDict(tensors, tensor_dict.batch_size, device=tensor_dict.device), arrays, meta)
-
-    def to_tensordict(self) -> TensorDict:
-        """Inverse of `from_tensordict`: a non-tensor column is stored by elements, so it comes back as an object array.
-
-        Raises ValueError if one name is used twice among tensors, non-tensors and meta_info.
-        """
-        self.check_consistency()
-        batch = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
-        return join_tensordict(batch, self.non_tensor_batch, self.meta_info)
-
     # Rows -----------------------------------------------------------------------------------------------------------
 
     @overload
@@ -141,14 +106,11 @@ class DataProto(Batch):
 
     def _item(self, row: int) -> DataProtoItem:
         data = self.slice(row, row + 1)
-        tensors, arrays = data.tensors(), data.non_tensor_batch
-        jagged = frozenset(name for name, tensor in tensors.items() if is_jagged(tensor))
         batch = None
         if data.batch is not None:
-            row_tensors = {name: jagged_parts(t)[0] if name in jagged else t[0] for name, t in tensors.items()}
+            row_tensors = {name: jagged_parts(t)[0] if is_jagged(t) else t[0] for name, t in data.tensors().items()}
             batch = TensorDict(row_tensors, batch_size=[], device=data.batch.device)
-        templates = {name: array[:0] for name, array in arrays.items()}
-        return DataProtoItem(batch, {name: a[0] for name, a in arrays.items()}, data.meta_info, jagged, templates)
+        return DataProtoItem(batch, {name: a[0] for name, a in data.non_tensor_batch.items()}, data.meta_info)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Copy of the rows start:end:step, with Python's rules for slices."""
@@ -187,7 +149,7 @@ class DataProto(Batch):
         return self.select_idxs(idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> "DataProto":
-        """Row i repeat_times[i] times, copies side by side."""
+        """Row i is repeated repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         if counts.shape != (len(self),) or bool((counts < 0).any()):
             raise ValueError(
@@ -233,21 +195,6 @@ class DataProto(Batch):
         tensors = concat_parts("batch", [part.tensors() for part in filled], order)
         arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled], order)
         return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
-        """(B, L, ...) columns in `split_keys` become (B * n_split, L / n_split, ...), the other rows are repeated
-        n_split times side by side. Raises ValueError for a missing key or an L that does not divide."""
-        keys = list(split_keys or [])
-        require_keys("unfold_column_chunks", "the columns", keys, self.columns())
-        if n_split <= 0:
-            raise ValueError(f"unfold_column_chunks: n_split must be positive, got {n_split}.")
-        repeated = self.repeat(n_split)
-        unfolded: dict[str, Any] = {name: unfold_column(name, self.columns()[name], n_split) for name in keys}
-        tensors, arrays = (
-            {name: unfolded.get(name, column) for name, column in columns.items()}
-            for columns in (repeated.tensors(), repeated.non_tensor_batch)
-        )
-        return self.with_columns(len(repeated), tensors, arrays, self.meta_info)
 
     def make_iterator(
         self,
@@ -329,7 +276,7 @@ class DataProto(Batch):
         if len(old) != len(new):
             raise ValueError(f"rename: {len(old)} old keys but {len(new)} new keys.")
         tensors = self.tensors()
-        require_keys("rename", "batch", old, tensors)
+        pick_keys("rename", "batch", tensors, old)
         new_names = dict(zip(old, new, strict=True))
         renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
         if len(renamed) != len(tensors):
@@ -347,17 +294,18 @@ class DataProto(Batch):
     def union(self, other: "DataProto") -> "DataProto":
         """New DataProto with the columns and meta_info of both, sharing the columns.
 
-        What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing" are united name by
+        What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing" are joined name by
         name. Raises ValueError naming the key that differs, or when the numbers of rows differ.
         """
         self.check_consistency()
         other.check_consistency()
         if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
-        batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = functools.reduce(union_tensor_dict, batches) if batches else None
-        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        return DataProto(batch, arrays, union_meta_info(self.meta_info, other.meta_info))
+        tensors = union_columns("batch", self.tensors(), other.tensors())
+        arrays = union_columns("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = union_meta_info(self.meta_info, other.meta_info)
+        owner = other if self.batch is None else self
+        return owner.with_columns(max(len(self), len(other)), tensors, arrays, meta_info)
 
 
 def _identity(rows: Any) -> Any:

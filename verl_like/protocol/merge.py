@@ -1,12 +1,10 @@
 """Merging the parts of batches: columns of two batches over the same rows, and meta_info of many parts."""
 
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
 from verl_like.protocol.row_ops import concat_columns, deep_equal
@@ -21,50 +19,26 @@ def names(keys: Iterable[str]) -> str:
     return ", ".join(sorted(map(repr, keys)))
 
 
-def require_keys(caller: str, place: str, wanted: Sequence[str], existing: Collection[str]) -> None:
-    """Raise ValueError naming the keys in `wanted` that are not in `existing`, or that are wanted twice."""
-    missing = [key for key in wanted if key not in existing]
+def pick_keys(caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None) -> dict[str, V]:
+    """The entries at `keys` (None = all). Raises ValueError naming the keys that are missing or given twice."""
+    wanted = list(values) if keys is None else list(keys)
+    missing = [key for key in wanted if key not in values]
     if missing:
-        raise ValueError(f"{caller}: {names(missing)} not in {place}, which has {names(existing) or 'nothing'}.")
+        raise ValueError(f"{caller}: {names(missing)} not in {place}, which has {names(values) or 'nothing'}.")
     if len(set(wanted)) != len(wanted):
         raise ValueError(f"{caller}: a key of {names(wanted)} is given twice.")
-
-
-def pick_keys(caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None) -> dict[str, V]:
-    """The entries at `keys` (None = all); ValueError as in `require_keys`."""
-    wanted = list(values) if keys is None else list(keys)
-    require_keys(caller, place, wanted, values)
     return {name: values[name] for name in wanted}
 
 
-def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """New TensorDict with the columns of both; a column in both must be equal (NaN equals NaN), else ValueError."""
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise ValueError(
-            f"union: the batch sizes differ, {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}."
-        )
-    united = _union("batch", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
-    device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
-    return TensorDict(united, batch_size=tensor_dict1.batch_size, device=device)
-
-
-def union_numpy_dict(
-    tensor_dict1: Mapping[str, np.ndarray], tensor_dict2: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """New dict with the arrays of both; an array in both must be equal (NaN equals NaN), else ValueError."""
-    return _union("non_tensor_batch", tensor_dict1, tensor_dict2)
-
-
 def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """New dict with the entries of both; "metrics" and "timing" are united name by name. ValueError where they
-    differ."""
-    per_call = {
-        key: _union(f"meta_info[{key!r}]", left[key], right[key]) for key in _PER_CALL if key in left and key in right
-    }
-    return _union("meta_info", {**left, **per_call}, {**right, **per_call})
+    """New dict with the entries of both, "metrics" and "timing" joined name by name. ValueError where they differ."""
+    shared = [key for key in _PER_CALL if key in left and key in right]
+    joined = {key: union_columns(f"meta_info[{key!r}]", left[key], right[key]) for key in shared}
+    return union_columns("meta_info", {**left, **joined}, {**right, **joined})
 
 
-def _union(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
+def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
+    """New dict with the entries of both; ValueError unless an entry in both is equal (NaN equals NaN)."""
     for key in left.keys() & right.keys():
         if not deep_equal(left[key], right[key]):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A metric carries how it is reduced, so that merging over ranks and micro-batches never guesses from its name."""
+"""Metrics: numbers that say how they are reduced over ranks and micro-batches."""
 
 import math
 from collections.abc import Mapping, Sequence

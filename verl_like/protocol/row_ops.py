@@ -160,24 +160,6 @@ def _signature(column: ColumnData) -> str:
     return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
 
 
-def unfold_column(name: str, column: ColumnData, n_split: int) -> ColumnData:
-    """Copy of (B, length, ...) as (B * n_split, length / n_split, ...). ValueError if it does not divide."""
-    if is_jagged(column):
-        values, offsets = jagged_parts(column)
-        lengths = offsets.diff()
-        if bool((lengths % n_split).any()):
-            raise ValueError(
-                f"unfold_column_chunks: {name!r} has rows of lengths {lengths.tolist()}; not all divide by {n_split}."
-            )
-        return jagged_from_lengths(values.clone(), (lengths // n_split).repeat_interleave(n_split))
-    if column.ndim < 2 or column.shape[1] % n_split:
-        raise ValueError(
-            f"unfold_column_chunks: {name!r} has shape {tuple(column.shape)}; its second dimension must be there and "
-            f"divide by {n_split}."
-        )
-    return copy_column(column).reshape((column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:]))
-
-
 def object_array(values: Sequence[Any]) -> np.ndarray:
     """A 1-D object array with one element per row; np.array would turn equally long lists into a second dimension."""
     array = np.empty(len(values), dtype=object)

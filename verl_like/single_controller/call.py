@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -25,3 +26,6 @@ class CallEvent:
     rank: int
     started: float
     finished: float
+
+
+OnCall = Callable[[CallEvent], None]

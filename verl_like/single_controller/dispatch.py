@@ -32,16 +32,13 @@ class Mesh:
     def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> Mesh:
         """Raises ValueError unless exactly one rank of every dp_rank is collected."""
         dp_ranks = [dp_rank for dp_rank, _ in coordinates]
-        collected = {dp_rank: rank for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect}
-        num_collected = sum(is_collect for _, is_collect in coordinates)
-        if sorted(set(dp_ranks)) != sorted(collected) or num_collected != len(collected):
+        collected = sorted((dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect)
+        if [dp_rank for dp_rank, _ in collected] != list(range(len(set(dp_ranks)))):
             raise ValueError(
-                f"mesh {mesh_name!r} of {role}: exactly one rank of each dp_rank must be collected, "
-                f"got (dp_rank, is_collect) by rank {list(coordinates)}"
+                f"mesh {mesh_name!r} of {role}: dp_ranks must count up from 0 without gaps, and exactly one rank of "
+                f"each must be collected, got (dp_rank, is_collect) by rank {list(coordinates)}"
             )
-        if sorted(collected) != list(range(len(collected))):
-            raise ValueError(f"mesh {mesh_name!r} of {role}: dp_ranks {dp_ranks} do not count up from 0 without gaps")
-        return cls(dp_ranks, [collected[dp_rank] for dp_rank in sorted(collected)])
+        return cls(dp_ranks, [rank for _, rank in collected])
 
 
 class WorkerGroupLike(Protocol):
@@ -101,19 +98,18 @@ def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
         return replicate(group, value)
     if len(value.values) != group.world_size:
         raise ValueError(
-            f"PerRank holds {len(value.values)} values but {group.role} has {group.world_size} ranks: give one each"
+            f"got {len(value.values)} values for the {group.world_size} ranks of {group.role}: give one for each rank"
         )
     return value.values
 
 
 def one_element_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
-    if not isinstance(value, list | tuple) or len(value) != group.world_size:
-        size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
+    if not isinstance(value, list | tuple):
         raise ValueError(
-            f"DP_COMPUTE takes a list or tuple with one element per rank ({group.world_size} for {group.role}), "
-            f"got {type(value).__name__}{size}; ONE_TO_ALL gives every rank the same value"
+            f"DP_COMPUTE takes a list or tuple with one element for each of {group.world_size} ranks of {group.role}, "
+            f"got {type(value).__name__}; ONE_TO_ALL gives every rank the same value"
         )
-    return list(value)
+    return unwrap_per_rank(group, PerRank(list(value)))
 
 
 dispatch_one_to_all, dispatch_dp_compute_proto = dispatch_each(replicate), dispatch_each(split_batch)
@@ -187,9 +183,8 @@ def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: Colle
     """Add `Dispatch.<name>`.
 
     `dispatch_fn(group, *args, **kwargs)` returns one list per argument with one entry per rank (`group.world_size`,
-    `group.split(batch, count)`); `collect_fn(group, outputs)` turns the per-rank results into the caller's value.
-    Where the future of such a call is handed to another group, `collect_fn` runs there: it then sees only
-    `group.role` and `group.world_size`.
+    `group.split(batch, count)`); `collect_fn(group, outputs)` turns the results of all ranks into the caller's value,
+    and sees only `group.role` and `group.world_size`.
     """
     if not name.isidentifier() or name != name.upper():
         raise ValueError(f"a dispatch mode is named in capitals like Dispatch.ONE_TO_ALL, got {name!r}")

@@ -1,4 +1,4 @@
-"""What happens around a method on the worker: arguments are resolved, the contract is checked, padding is dropped."""
+"""Runs a method on the worker: resolves its arguments, checks what it reads and writes, drops padding rows."""
 
 from __future__ import annotations
 

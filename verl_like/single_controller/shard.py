@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
-from verl_like.protocol.future import gather_rows
 
 # Turns references into values, in order; anything that is not a reference of the backend passes through.
 Fetch = Callable[[list[Any]], list[Any]]
@@ -23,7 +22,7 @@ class Ordered:
     The result comes back in the batch's own order. The batch itself is not copied: each rank gathers its rows.
 
     Args:
-        batch: or the future of one.
+        batch: a batch, or the future of one.
         order: (B,) the row numbers of the batch, each of them once.
 
     Raises:
@@ -33,7 +32,7 @@ class Ordered:
     def __init__(self, batch: DataProto | DataProtoFuture, order: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         self.batch = batch
         self.order = np.asarray(order, dtype=np.int64)
-        # Of a future, only one whose ranks worked in another order says how many rows it has.
+        # A future has its number of rows only where its ranks worked in another order.
         known = batch if isinstance(batch, DataProto) else self.order if batch.order is None else batch.order
         num_rows = len(known)
         if self.order.shape != (num_rows,) or not np.array_equal(np.sort(self.order), np.arange(num_rows)):
@@ -49,7 +48,7 @@ Splittable = DataProto | DataProtoFuture | Ordered
 
 @dataclass(frozen=True)
 class ResolvedShard:
-    """A shard's rows, and how many of them are real; the rest, at the end, repeat rows of the batch."""
+    """The rows of a shard. Those after the first `num_real_rows` are padding rows, which repeat rows of the batch."""
 
     data: DataProto
     num_rows: int
@@ -61,27 +60,27 @@ class ResolvedShard:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Shard `index` of `count` of the batch that `parts` make up in row order.
+    """Shard `index` of `num_shards` of the batch that `parts` make up in row order.
 
-    Every shard has ceil(B / count) rows. Where that is more than the batch has, the rows wrap around to the batch's
-    first ones, and every shard carries the bool column `is_pad` that marks them. A batch without rows (only meta_info)
-    is given to every rank whole.
+    Every shard has ceil(B / num_shards) rows. Where that is more than the batch has, the rows wrap around to the
+    batch's first ones, and every shard carries the bool column `is_pad` that marks them. A batch without rows (only
+    meta_info) is given to every rank whole.
 
-    `rows` (ceil(B / count),) int64 are the row numbers of this shard among the `total` rows of the parts; None: the
-    index-th slice. `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
+    `row_numbers` (ceil(B / num_shards),) int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None:
+    the index-th slice. `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
     """
 
     parts: tuple[Part, ...]
     index: int
-    count: int
+    num_shards: int
     columns: Sequence[str] | None = None
-    rows: np.ndarray | None = None
-    total: int = 0
+    row_numbers: np.ndarray | None = None
+    num_batch_rows: int = 0
     ordered: bool = False
 
     def resolve(self, fetch: Fetch) -> ResolvedShard:
         """Fetch only the parts that hold this shard's rows; contiguous rows of one part stay a view, others are
-        gathered with one copy."""
+        copied once."""
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
@@ -92,16 +91,18 @@ class BatchShard:
         if total == 0:
             whole = DataProto.concat(payloads(range(len(sizes))))
             return ResolvedShard(whole, 0, 0, padded=False, ordered=False, marked_before=False)
-        if self.rows is not None and total != self.total:
-            raise ValueError(f"an order of {self.total} rows was given for a future of {total} rows: order all of them")
-        num_rows = -(-total // self.count)
+        row_numbers, num_rows = self.row_numbers, -(-total // self.num_shards)
         first = self.index * num_rows
-        data = gather_rows(
-            sizes, np.arange(first, first + num_rows) % total if self.rows is None else self.rows, payloads
-        )
+        if row_numbers is None:
+            row_numbers = np.arange(first, first + num_rows) % total
+        elif total != self.num_batch_rows:
+            raise ValueError(
+                f"an order of {self.num_batch_rows} rows was given for a future of {total} rows: order all of them"
+            )
+        data = gather_rows(sizes, row_numbers, payloads)
         for array in data.non_tensor_batch.values():
             array.flags.writeable = False  # a view of shared rows: NumPy itself refuses to write into it
-        padded, num_real_rows = num_rows * self.count != total, min(num_rows, max(0, total - first))
+        padded, num_real_rows = num_rows * self.num_shards != total, min(num_rows, max(0, total - first))
         tensors = data.tensors()
         marked_before = PAD_COLUMN in tensors
         if padded:
@@ -134,3 +135,30 @@ def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
 def split_order(order: np.ndarray, count: int) -> list[np.ndarray]:
     """`count` equally long slices of a batch's row numbers, which wrap around to the first ones at the end."""
     return np.split(np.resize(order, -(-len(order) // count) * count), count)
+
+
+def gather_rows(
+    sizes: Sequence[int], row_numbers: np.ndarray, fetch: Callable[[Sequence[int]], list[DataProto]]
+) -> DataProto:
+    """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
+
+    `fetch` is called once, with the numbers of the parts that hold these rows, and returns the parts. Contiguous rows
+    of one part are a view, others are copied once.
+    """
+    starts = np.cumsum([0, *sizes])
+    owner = np.searchsorted(starts[1:], row_numbers, side="right")
+    needed = np.unique(owner).tolist()
+    taken, order = [], []
+    for part, payload in zip(needed, fetch(needed), strict=True):
+        (places,) = np.nonzero(owner == part)
+        rows = row_numbers[places] - starts[part]
+        taken.append(payload.rows(int(rows[0]), int(rows[-1]) + 1) if _is_range(rows) else payload.select_idxs(rows))
+        order.append(places)
+    if len(taken) == 1:
+        return taken[0]
+    whole_order = np.concatenate(order)
+    return DataProto.concat(taken, None if _is_range(whole_order) else torch.from_numpy(whole_order))
+
+
+def _is_range(numbers: np.ndarray) -> bool:
+    return bool((np.diff(numbers) == 1).all())

@@ -13,9 +13,9 @@ import numpy as np
 
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
-from verl_like.single_controller.call import CallEvent, CallHeader
+from verl_like.single_controller.call import CallEvent, CallHeader, OnCall
 from verl_like.single_controller.decorator import Execute, MethodSpec, check_reads, registered_methods
-from verl_like.single_controller.dispatch import CollectFn, Dispatch, Mesh, PerRank, all_ranks, collect_rank_zero
+from verl_like.single_controller.dispatch import Dispatch, Mesh, PerRank, all_ranks, collect_rank_zero
 from verl_like.single_controller.shard import (
     BatchShard,
     ForwardedFuture,
@@ -36,7 +36,7 @@ class ClassWithInitArgs:
         self.cls: Any = cls if metadata is None else metadata.modified_class.__ray_actor_class__
         self.args, self.kwargs = args, kwargs
         self.plugins: tuple[str, ...] = ()
-        """Modules that the process of the worker imports before."""
+        """Modules that the worker's process imports first."""
 
     def __call__(self) -> Any:
         import_plugins(self.plugins)
@@ -45,7 +45,7 @@ class ClassWithInitArgs:
 
 @dataclass(frozen=True)
 class WorkerGroupFacts:
-    """What a collect function may ask of a group when it runs on another group's worker."""
+    """What a collect function may ask of the group. It may run on a worker of another group, so it gets no more."""
 
     role: str
     world_size: int
@@ -54,14 +54,7 @@ class WorkerGroupFacts:
 class WorkerGroup(abc.ABC):
     """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)` call the ranks."""
 
-    def __init__(
-        self,
-        worker_cls: type | None,
-        role: str,
-        world_size: int,
-        pool: str,
-        on_call: Callable[[CallEvent], None] | None,
-    ) -> None:
+    def __init__(self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None) -> None:
         self.role, self.world_size, self.pool, self.on_call = role, world_size, pool, on_call
         self._meshes: dict[str, Mesh] = {}
         if worker_cls is None:  # several roles, before spawn()
@@ -185,16 +178,15 @@ class BoundMethod:
             )
             for rank_args, rank_kwargs in self._dispatch(args, kwargs)
         ]
-        mode = spec.dispatch_mode
+        mode, facts = spec.dispatch_mode, WorkerGroupFacts(group.role, group.world_size)
         if mode.collect_ranks is not None:
-            collect = functools.partial(mode.collect_fn, group, **({} if order is None else {"order": order}))
+            collect = functools.partial(mode.collect_fn, facts, **({} if order is None else {"order": order}))
             return DataProtoFuture(group.submit(spec, calls, mode.collect_ranks(group)), collect, order)
         ranks, collect_fn = ([0], collect_rank_zero) if spec.only_rank_zero else (all_ranks(group), mode.collect_fn)
-        return ValueFuture(group.submit(spec, calls, ranks), collect_fn, group)
+        return Future(group.submit(spec, calls, ranks), functools.partial(collect_fn, facts))
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
-        """Raise ValueError for batches that the method cannot be given. Returns the order of an Ordered batch, which is
-        then the call's only batch: the results go by it."""
+        """Raise ValueError for batches that the method cannot take. Returns the order of an Ordered batch, or None."""
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
         if not any(isinstance(batch, DataProtoFuture) for batch in plain):
@@ -204,7 +196,7 @@ class BoundMethod:
             return None
         where, mode = f"{self.group.role}.{self.spec.name}", self.spec.dispatch_mode
         if len(batches) > 1:
-            raise ValueError(f"{where} got an Ordered batch beside another one: unite them into one batch")
+            raise ValueError(f"{where} got an Ordered batch beside another one: join them with union")
         if mode.collect_ranks is None and mode is not Dispatch.DP_COMPUTE_METRIC:
             raise ValueError(f"{where} got an Ordered batch, but {mode.name} does not split batches: give the batch")
         return ordered[0].order
@@ -243,15 +235,4 @@ class BoundMethod:
             return sent[id(value)]
         if isinstance(value, BatchShard) and self.spec.read_columns is not None:
             return replace(value, columns=self.spec.read_columns)
-        return value.forwarded() if isinstance(value, ValueFuture) else value
-
-
-class ValueFuture(Future[Any]):
-    """The future of a call whose result is not one batch; as an argument it arrives as its value."""
-
-    def __init__(self, call: PendingCall, collect: CollectFn, group: WorkerGroup) -> None:
-        super().__init__(call, functools.partial(collect, group))
-        self._forwarded = functools.partial(collect, WorkerGroupFacts(group.role, group.world_size))
-
-    def forwarded(self) -> ForwardedFuture:
-        return ForwardedFuture(tuple(self._call.parts()), self._forwarded)
+        return ForwardedFuture(tuple(value.parts), value.collect) if isinstance(value, Future) else value

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from verl_like.protocol import DataProto, Part, PendingCall
-from verl_like.single_controller.call import CallEvent, CallHeader
+from verl_like.single_controller.call import CallHeader, OnCall
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
@@ -30,13 +30,12 @@ class LocalWorkerGroup(WorkerGroup):
         *,
         role: str = "worker",
         worker_env: dict[str, str] | None = None,
-        on_call: Callable[[CallEvent], None] | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         super().__init__(ray_cls_with_init.cls, role, world_size, "local", on_call)
         self._invoker = Invoker(node="local")
         self._port_socket, port = reserve_port()
-        self.master_address, self.master_port = "127.0.0.1", port
-        self._env = {"MASTER_ADDR": self.master_address, "MASTER_PORT": str(port), **(worker_env or {})}
+        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(worker_env or {})}
         self.workers: list[Any] = []
         for rank in range(world_size):
             with self._environment(rank):
@@ -55,7 +54,7 @@ class LocalWorkerGroup(WorkerGroup):
             try:
                 with self._environment(rank):
                     *items, header, payload = self._invoker.run(
-                        self.role, self.workers[rank], spec.name, args, kwargs, _fetch_local
+                        self.role, self.workers[rank], spec.name, args, kwargs, list
                     )
             except WorkerError as error:
                 return LocalCall(yielded, [], error)
@@ -104,21 +103,5 @@ class LocalCall(PendingCall):
         return True
 
     def parts(self) -> list[Part]:
-        return self.results if self.error is None else [Part(_Failed(self.error), _Failed(self.error))]
-
-    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        return _fetch_local(references)
-
-
-class _Failed:
-    """Stands for the result of a failed call."""
-
-    def __init__(self, error: WorkerError) -> None:
-        self.error = error
-
-
-def _fetch_local(references: Sequence[Any]) -> list[Any]:
-    for reference in references:
-        if isinstance(reference, _Failed):
-            raise reference.error
-    return list(references)
+        self.wait(None)
+        return self.results

@@ -64,9 +64,6 @@ class _CallOnRanks(PendingCall):
         self.processes, self.unreported, self.role = processes, unreported, unreported.role
         self.method, self.deadline_s, self.collect_ranks = method, deadline_s, ranks
 
-    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        return fetch(references, self.deadline_s if timeout is None else timeout)
-
 
 class RayCall(_CallOnRanks):
     """A call in flight: two references per rank, to its header and to its result."""

@@ -29,57 +29,43 @@ _LOG_LINES = 20
 
 
 class ProcessHandles:
-    """The Ray actors of a pool, one per rank; colocated roles share them."""
+    """The Ray actors of a pool, one per rank, shared by colocated roles. They start in the background."""
 
     def __init__(
-        self, role: str, pool: str, actors: Sequence[Any], names: Sequence[str], started: Sequence[Any]
-    ) -> None:
-        self.role, self.pool, self.actors, self.names = role, pool, list(actors), list(names)
-        self._started = list(started)  # references to ProcessInfo
-        self._infos: list[ProcessInfo] | None = None
-        self._stopped: Exception | None = None  # why the actors are gone
-        self._taken: tuple[RayResourcePool, list[Bundle]] | None = None
-
-    @classmethod
-    def create(
-        cls,
+        self,
         role: str,
         pool: RayResourcePool,
         classes: dict[str, ClassWithInitArgs],
         name_prefix: str | None,
-        detached: bool,
         worker_env: dict[str, str],
-    ) -> ProcessHandles:
-        """Start the actors and their workers without waiting for them."""
+    ) -> None:
+        self.role, self.pool = role, pool
+        self._infos: list[ProcessInfo] | None = None
+        self._stopped: Exception | None = None  # why the actors are gone
         device = "cuda" if pool.use_gpu else "cpu"
         places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
         environments = [rank_environment(rank, pool.world_size, *place, device) for rank, place in enumerate(places)]
         clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
         if clash:
             raise ValueError(f"worker_env of {role} sets {clash}, which the group sets itself: leave them out")
-        if detached and not pool.detached:
-            raise ValueError(f"{role} is detached but pool {pool.name} is not: make the pool with detached=True")
         bundles = pool.take()
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
-        names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
+        self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
         threads = _threads_per_rank(bundles)
         process_class = ray.remote(WorkerProcess)
-        actors: list[Any] = []
+        self.actors: list[Any] = []
         for rank, (group, index) in enumerate(bundles):
             env = {**environments[rank], "OMP_NUM_THREADS": str(threads[rank]), **worker_env}
             options: dict[str, Any] = {
-                "name": names[rank],
+                "name": self.names[rank],
                 "num_cpus": 1,
                 "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 "runtime_env": {"env_vars": env},
-                "lifetime": "detached" if detached else None,
             }
-            actors.append(process_class.options(**options).remote())
-        master = actors[0].reserve_master.remote()
-        processes = cls(role, pool.name, actors, names, [actor.start.remote(master, classes) for actor in actors])
-        processes._taken = (pool, bundles)
-        return processes
+            self.actors.append(process_class.options(**options).remote())
+        master = self.actors[0].reserve_master.remote()
+        self._started: list[Any] = [actor.start.remote(master, classes) for actor in self.actors]
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
         """Where each rank runs. Raises WorkerError if a constructor failed."""
@@ -137,9 +123,7 @@ class ProcessHandles:
         self._stopped = reason
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-        if self._taken is not None:
-            pool, bundles = self._taken
-            pool.give_back(bundles)
+        self.pool.give_back()
 
     def check_running(self) -> None:
         if self._stopped is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,41 +11,54 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_for_nodes
-from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
 
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
-# How many worker groups of this driver hold each bundle, by (placement group id, bundle index).
-_groups_on_bundle: collections.Counter[tuple[str, int]] = collections.Counter()
 
-
-class RayResourcePool(ResourcePool):
+class RayResourcePool:
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first worker group starts.
 
     Args:
-        process_on_nodes: processes per node; all processes of one entry are on one node.
+        process_on_nodes: processes per node entry; all processes of an entry are on one node. Ranks count entry by
+            entry. Uneven pools such as [8, 4] are fine.
         use_gpu: one GPU per process; otherwise CPUs only.
         name_prefix: the pool's name in messages and in Ray.
         max_colocate_count: how many worker groups may hold the pool at a time, each with its own processes; a bundle
             has that many CPUs, and each group takes one CPU and 1/max_colocate_count of the GPU.
-        detached: the pool outlives the driver.
     """
 
     def __init__(
         self,
-        process_on_nodes: list[int] | None = None,
+        process_on_nodes: Sequence[int],
         use_gpu: bool = True,
         name_prefix: str | None = None,
         max_colocate_count: int = 1,
-        detached: bool = False,
     ) -> None:
-        super().__init__(process_on_nodes, max_colocate_count)
-        self.use_gpu = use_gpu
         self.name = name_prefix or f"pool-{secrets.token_hex(3)}"
-        self.detached = detached
+        if not all(isinstance(num_processes, int) and num_processes > 0 for num_processes in process_on_nodes):
+            raise ValueError(f"pool {self.name} has at least one process on each node, got {process_on_nodes!r}")
+        if max_colocate_count < 1:
+            raise ValueError(
+                f"max_colocate_count is the number of groups that may share the pool, got {max_colocate_count}"
+            )
+        self.process_on_nodes = self.store = list(process_on_nodes)  # verl has both names
+        self.use_gpu, self.max_colocate_count = use_gpu, max_colocate_count
         self._placement_groups: list[PlacementGroup] | None = None
+        self._num_groups = 0  # worker groups that hold the pool
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank, the number of processes of this pool on its node: [2, 1] gives [2, 2, 1]."""
+        return [num_processes for num_processes in self.process_on_nodes for _ in range(num_processes)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank, its number on its node: [2, 1] gives [0, 1, 0]."""
+        return [local_rank for num_processes in self.process_on_nodes for local_rank in range(num_processes)]
 
     def bundle_resources(self) -> Resources:
         """What one process's bundle asks of its node."""
@@ -73,31 +85,24 @@ class RayResourcePool(ResourcePool):
             bundles=[self.bundle_resources()] * num_processes,
             strategy="STRICT_PACK",
             name=f"{self.name}:{index}",
-            lifetime="detached" if self.detached else None,
             bundle_label_selector=[{"ray.io/node-id": node}] * num_processes,
         )
 
-    def bundles(self) -> list[Bundle]:
-        """Each rank's bundle."""
-        return [
-            (group, index)
-            for group, num_processes in zip(self.get_placement_groups(), self.process_on_nodes, strict=True)
-            for index in range(num_processes)
-        ]
-
     def take(self) -> list[Bundle]:
-        """The bundles, for one more worker group. Raises ValueError if max_colocate_count groups hold one already."""
-        bundles = self.bundles()
-        if any(_groups_on_bundle[_key(bundle)] >= self.max_colocate_count for bundle in bundles):
+        """Each rank's bundle, for one more worker group. Raises ValueError if max_colocate_count groups hold them."""
+        if self._num_groups == self.max_colocate_count:
             raise ValueError(
                 f"pool {self.name} already holds {self.max_colocate_count} worker group(s): raise max_colocate_count, "
                 "shut one down, or colocate the roles in one process (create_colocated_worker_cls)"
             )
-        _groups_on_bundle.update(_key(bundle) for bundle in bundles)
+        groups = zip(self.get_placement_groups(), self.process_on_nodes, strict=True)
+        bundles = [(group, index) for group, num_processes in groups for index in range(num_processes)]
+        self._num_groups += 1
         return bundles
 
-    def give_back(self, bundles: Sequence[Bundle]) -> None:
-        _groups_on_bundle.subtract(_key(bundle) for bundle in bundles)
+    def give_back(self) -> None:
+        """A worker group that held the bundles is gone."""
+        self._num_groups -= 1
 
     def release(self) -> None:
         """Give the reservation back to the cluster; whatever still runs on the pool is killed by Ray."""
@@ -128,82 +133,6 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
         raise PlacementError(f"the resource pools were not placed within {timeout_s:g} s\n{table}") from None
     for pool in pools:
         pool._placement_groups = groups[pool.name]
-
-
-def _key(bundle: Bundle) -> tuple[str, int]:
-    return bundle[0].id.hex(), bundle[1]
-
-
-class SubRayResourcePool(RayResourcePool):
-    """A window of consecutive ranks of another pool, on the same bundles."""
-
-    def __init__(
-        self, parent: RayResourcePool, first_rank: int, world_size: int, name_prefix: str | None = None
-    ) -> None:
-        window = range(first_rank, first_rank + world_size)
-        nodes = [node for node, n in enumerate(parent.process_on_nodes) for _ in range(n)]
-        per_node = collections.Counter(nodes[rank] for rank in window)
-        super().__init__(
-            [per_node[node] for node in sorted(per_node)],
-            use_gpu=parent.use_gpu,
-            name_prefix=name_prefix or f"{parent.name}[{first_rank}:{first_rank + world_size}]",
-            max_colocate_count=parent.max_colocate_count,
-            detached=parent.detached,
-        )
-        self.parent, self.first_rank = parent, first_rank
-
-    def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
-        self.parent.get_placement_groups(timeout_s)
-        return list(dict.fromkeys(group for group, _ in self.bundles()))
-
-    def bundles(self) -> list[Bundle]:
-        return self.parent.bundles()[self.first_rank : self.first_rank + self.world_size]
-
-    def release(self) -> None:
-        raise ValueError(f"{self.name} is a part of pool {self.parent.name}: release that")
-
-
-class MergedRayResourcePool(RayResourcePool):
-    """Two pools as one: the ranks of the first, then those of the second."""
-
-    def __init__(self, first: RayResourcePool, second: RayResourcePool) -> None:
-        super().__init__(
-            [*first.process_on_nodes, *second.process_on_nodes],
-            use_gpu=first.use_gpu,
-            name_prefix=f"{first.name}+{second.name}",
-            max_colocate_count=first.max_colocate_count,
-            detached=first.detached,
-        )
-        self.pools = (first, second)
-
-    def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
-        return [group for pool in self.pools for group in pool.get_placement_groups(timeout_s)]
-
-    def bundles(self) -> list[Bundle]:
-        return [bundle for pool in self.pools for bundle in pool.bundles()]
-
-    def release(self) -> None:
-        for pool in self.pools:
-            pool.release()
-
-
-def split_resource_pool(pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
-    """Windows of a pool: of `split_size` ranks each, or of the sizes listed. Raises ValueError if they do not fit."""
-    sizes = [split_size] * (pool.world_size // split_size) if isinstance(split_size, int) else split_size
-    if sum(sizes) != pool.world_size or min(sizes, default=0) < 1:
-        raise ValueError(f"pool {pool.name} has {pool.world_size} processes, which {split_size} does not split exactly")
-    return [SubRayResourcePool(pool, sum(sizes[:index]), size) for index, size in enumerate(sizes)]
-
-
-def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> MergedRayResourcePool:
-    """Raises ValueError if the pools differ in use_gpu, max_colocate_count or detached."""
-    for name in ("use_gpu", "max_colocate_count", "detached"):
-        if getattr(first, name) != getattr(second, name):
-            raise ValueError(
-                f"pools {first.name} and {second.name} cannot be merged: {name} is {getattr(first, name)} "
-                f"and {getattr(second, name)}"
-            )
-    return MergedRayResourcePool(first, second)
 
 
 @dataclass

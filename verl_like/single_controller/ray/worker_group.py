@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from verl_like.protocol import DataProto, Part, PendingCall
-from verl_like.single_controller.call import CallEvent, CallHeader
+from verl_like.single_controller.call import CallHeader, OnCall
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.ray.call import RayCall, RayStream, UnreportedCalls
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
 from verl_like.single_controller.ray.message import pack
-from verl_like.single_controller.ray.process_handles import START_DEADLINE_S, ProcessHandles
+from verl_like.single_controller.ray.process_handles import ProcessHandles
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
-
-class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class and its constructor's arguments, for RayWorkerGroup."""
+RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 
 
 class ColocatedClassWithInitArgs:
@@ -49,7 +45,6 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: the worker class, or the result of create_colocated_worker_cls, to be followed by `spawn`.
         role: name in messages, events and actor names.
         name_prefix: actor names are `{name_prefix}_{rank}`; by default the role and a random suffix.
-        detached: the processes outlive the driver; needs a detached pool. `from_detached` attaches to them.
         worker_env: further environment variables of the processes.
         deadline_s: how long a call may take, in seconds, where `.get(timeout)` does not say otherwise.
         on_call: gets the CallEvent of every finished call of every rank, at the latest on shutdown; of a stream, when
@@ -63,62 +58,24 @@ class RayWorkerGroup(WorkerGroup):
         *,
         role: str = "worker",
         name_prefix: str | None = None,
-        detached: bool = False,
         worker_env: dict[str, str] | None = None,
         deadline_s: float = 3600.0,
-        on_call: Callable[[CallEvent], None] | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         if isinstance(ray_cls_with_init, ColocatedClassWithInitArgs):
             classes = ray_cls_with_init.class_dict
             role = "+".join(classes)
         else:
             classes = {role: ray_cls_with_init}
-        processes = ProcessHandles.create(role, resource_pool, classes, name_prefix, detached, worker_env or {})
+        processes = ProcessHandles(role, resource_pool, classes, name_prefix, worker_env or {})
         self._attach(processes, {name: cls.cls for name, cls in classes.items()}, role, deadline_s, on_call)
 
     def _attach(
-        self,
-        processes: ProcessHandles,
-        classes: dict[str, type],
-        role: str,
-        deadline_s: float,
-        on_call: Callable[[CallEvent], None] | None,
+        self, processes: ProcessHandles, classes: dict[str, type], role: str, deadline_s: float, on_call: OnCall | None
     ) -> None:
         self.processes, self._classes, self.deadline_s = processes, classes, deadline_s
         self._unreported = UnreportedCalls(role, self.report)
-        super().__init__(classes.get(role), role, len(processes.actors), processes.pool, on_call)
-
-    @classmethod
-    def from_detached(
-        cls,
-        *,
-        worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
-        role: str | None = None,
-        deadline_s: float = 3600.0,
-        on_call: Callable[[CallEvent], None] | None = None,
-    ) -> RayWorkerGroup:
-        """Attach to live workers by their names (in this Ray namespace) or handles, in rank order.
-
-        `role` is needed where the processes hold several.
-        """
-        if (worker_names is None) == (worker_handles is None):
-            raise ValueError("from_detached takes either worker_names or worker_handles")
-        actors = (
-            [ray.get_actor(name) for name in worker_names] if worker_names is not None else list(worker_handles or ())
-        )
-        classes: dict[str, type] = ray.get(actors[0].role_classes.remote(), timeout=START_DEADLINE_S)
-        if role is None and len(classes) == 1:
-            role = next(iter(classes))
-        if role not in classes:
-            raise ValueError(f"these workers hold the roles {sorted(classes)}: say which with role=..., got {role!r}")
-        started = [actor.info.remote() for actor in actors]
-        processes = ProcessHandles(
-            role, "detached", actors, list(worker_names or [f"{role}_{rank}" for rank in range(len(actors))]), started
-        )
-        group = cls.__new__(cls)
-        group._attach(processes, classes, role, deadline_s, on_call)
-        return group
+        super().__init__(classes.get(role), role, len(processes.actors), processes.pool.name, on_call)
 
     def spawn(self, roles: Sequence[str]) -> dict[str, RayWorkerGroup]:
         """A group for each of the colocated roles, on the same processes."""
@@ -148,17 +105,6 @@ class RayWorkerGroup(WorkerGroup):
     def worker_nodes(self) -> list[str]:
         """Addresses of the nodes, by rank."""
         return [info.node for info in self.processes.wait_until_started()]
-
-    @property
-    def master_address(self) -> str:
-        return self._master()[0]
-
-    @property
-    def master_port(self) -> int:
-        return self._master()[1]
-
-    def _master(self) -> tuple[str, int]:
-        return self.processes.wait([self.workers[0].master.remote()], self.role, "master", self.deadline_s)[0]
 
     def put(self, data: DataProto) -> Part:
         return Part(CallHeader(len(data)), COLUMN_STORE.put(data))

@@ -39,7 +39,6 @@ class WorkerProcess:
     def __init__(self) -> None:
         self.node = ray.util.get_node_ip_address()
         self.invoker = Invoker(self.node)
-        self.classes: dict[str, type] = {}
         self.workers: dict[str, Worker] = {}
         self.start_error: WorkerError | None = None
 
@@ -53,7 +52,6 @@ class WorkerProcess:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
         type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"  # what Ray shows in `ps` between calls
         for role, class_with_args in classes.items():
-            self.classes[role] = class_with_args.cls
             try:
                 self.workers[role] = class_with_args()
             except Exception as error:
@@ -61,18 +59,10 @@ class WorkerProcess:
                 rank = int(os.environ["RANK"])
                 self.start_error = WorkerError(role, rank, self.node, os.getpid(), "__init__", text)
                 raise self.start_error from error
-        return self.info()
-
-    def info(self) -> ProcessInfo:
         ray_node: Any = ray._private.worker._global_node
-        logs_dir = ray_node.get_logs_dir_path()
-        return ProcessInfo(os.getpid(), self.node, ray.get_runtime_context().get_node_id(), logs_dir)
-
-    def master(self) -> tuple[str, int]:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-    def role_classes(self) -> dict[str, type]:
-        return self.classes
+        return ProcessInfo(
+            os.getpid(), self.node, ray.get_runtime_context().get_node_id(), ray_node.get_logs_dir_path()
+        )
 
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[list[Any], list[Any]]:
