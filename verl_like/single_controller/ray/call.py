@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 class UnreportedCalls:
-    """The calls of a worker group that were not reported as finished yet, by the references to their headers: results
-    are freed with the calls' futures."""
+    """The calls of a worker group that were not reported as finished yet. It keeps references to their headers alone,
+    so that results are freed with the calls' futures."""
 
     def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
         self.role, self.report = role, report
         self._calls: dict[Any, tuple[str, int]] = {}  # header reference -> (method, rank)
-        self._waited_for: set[Any] = set()  # their failure is raised there, so it is not logged
+        self._waited_for: set[Any] = set()  # a failure is raised by the wait, so it is not logged
 
     def add(self, method: str, headers: Sequence[Any]) -> None:
         self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}

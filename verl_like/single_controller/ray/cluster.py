@@ -1,4 +1,4 @@
-"""What the nodes of the Ray cluster have and what is free, and which node each part of the resource pools is put on."""
+"""Resources of the nodes of the Ray cluster, and the choice of a node for each entry of the resource pools."""
 
 from __future__ import annotations
 
