@@ -1,9 +1,9 @@
-"""One GRPO step of a tiny model in this process, without Ray: every line is within reach of a debugger.
+"""One GRPO step of a tiny model in this process, without Ray, for the debugger.
 
     python -m examples.local_grpo_step
 
-The workers are objects of this process, so a breakpoint works anywhere, also in verl_like/workers. The reward function
-alone runs in a process of its own, as it always does.
+The workers are objects of this process, so a breakpoint works anywhere, also in verl_like/workers. Only the reward
+function runs in a process of its own, as always.
 """
 
 import tempfile

@@ -6,10 +6,9 @@ The folder then holds `model/` (Hugging Face format, float32), `train.parquet` a
 numbers in the row schema of `docs/data.md`) and `world.json` (the settings and what the warm-up reached). Held-out sums
 occur in neither order in the training split, so neither the warm-up nor PPO sees them.
 
-The warm-up teaches the model a bad habit on purpose. Its answers come from a careless pupil who works digit by digit
-and forgets two carries in three: more than half of these answers are wrong. The model learns the digits, the format and
-the habit, so its most likely answer is right about where there is nothing to carry. PPO's reward then tells
-right from wrong, and the model learns to carry.
+In the answers of the warm-up about two carries of three are left out on purpose: more than half of these answers are
+wrong. The model learns the digits and the format, and its most likely answer is right where there is nothing to carry.
+From PPO's reward it then learns to carry.
 """
 
 import argparse
@@ -55,7 +54,7 @@ class Settings:
 
     seed: int = 1
     num_held_out: int = 256
-    forgotten_carries: float = 0.65  # probability that the pupil forgets a carry
+    forgotten_carries: float = 0.65  # probability that a carry is left out
     hidden_size: int = 128
     num_layers: int = 2
     warm_up_steps: int = 800
@@ -170,7 +169,7 @@ def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pro
 def warm_up(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], settings: Settings
 ) -> float:
-    """Supervised training on the careless pupil's answers, loss on the answers only.
+    """Supervised training on answers with forgotten carries, loss on the answers only.
 
     Returns:
         the share of these answers that is wrong.
