@@ -15,6 +15,6 @@ def import_plugins(modules: Sequence[str]) -> None:
             importlib.import_module(module)
         except Exception as error:
             raise ValueError(
-                f"plugins: {module} cannot be imported ({type(error).__name__}: {error}); give package.module, with "
-                "the package on PYTHONPATH"
+                f"plugins: {module} cannot be imported ({type(error).__name__}: {error}): correct the module, or give "
+                "package.module with the package on PYTHONPATH"
             ) from error

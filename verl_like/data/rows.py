@@ -102,7 +102,7 @@ def _check_record(record: Any, file: str, index: int, prompt_key: str, reward_fn
             place,
             "field reward_model['ground_truth']",
             None,
-            'the expected answer (or "style": "model" in reward_model)',
+            'the right answer (or "style": "model" in reward_model)',
         )
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
@@ -121,4 +121,5 @@ def _found(value: Any) -> str:
 
 
 def _bad_row(place: str, field: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{place}: {field} is {_found(value)}, expected {expected}")
+    found = "missing" if value is None else _found(value)
+    return ValueError(f"{place}: {field} is {found}, expected {expected}")
