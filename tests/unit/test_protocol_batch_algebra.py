@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_batches import batches, plain_rows, share_memory, unchanged
 
-from verl_like.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl_like.protocol import (
+    DataProto,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -193,3 +199,14 @@ def test_columns_of_several_megabytes_keep_their_values(dtype):
     order = torch.arange(1024).flip(0)
     assert torch.equal(data.select_idxs(order).batch["x"], rows.flip(0))
     assert torch.equal(DataProto.concat([data.slice(0, 300), data.slice(300)], order).batch["x"], rows.flip(0))
+
+
+@law
+@given(batches(jagged_columns=False), st.integers(1, 3))
+def test_unfold_undoes_fold(data: DataProto, groups: int):
+    data = data.repeat(groups)
+    with unchanged(data):
+        folded = fold_batch_dim(data, groups)
+        unfolded = unfold_batch_dim(folded)
+    assert len(folded) == groups and unfolded.equal(data)
+    assert not share_memory(data, folded) and not share_memory(folded, unfolded)

@@ -6,7 +6,17 @@ import torch
 from protocol_batches import jagged, plain_rows, share_memory, unchanged
 from tensordict import TensorDict
 
-from verl_like.protocol import DataProto, DataProtoItem, Metric, pad_dataproto_to_divisor, unpad_dataproto
+from verl_like.protocol import (
+    DataProto,
+    DataProtoItem,
+    Metric,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+    unpad_dataproto,
+)
 
 
 def make_batch(rows: int = 4) -> DataProto:
@@ -336,3 +346,26 @@ def test_moving_to_a_device_works_in_place():
     data = make_batch()
     assert data.to("meta") is data
     assert {str(tensor.device) for tensor in data.tensors().values()} == {"meta"}
+
+
+def test_union_of_dicts_makes_new_dicts():
+    left, right = TensorDict({"a": torch.ones(2)}, [2]), TensorDict({"b": torch.zeros(2)}, [2])
+    assert set(union_tensor_dict(left, right).keys()) == {"a", "b"} and list(left.keys()) == ["a"]
+    with pytest.raises(ValueError, match="batch sizes differ"):
+        union_tensor_dict(left, TensorDict({"b": torch.zeros(3)}, [3]))
+    arrays = {"x": np.array([1.0, np.nan])}
+    assert list(union_numpy_dict(arrays, {"x": np.array([1.0, np.nan]), "y": np.ones(2)})) == ["x", "y"]
+    assert list(arrays) == ["x"]
+
+
+def test_fold_says_why_it_cannot():
+    with pytest.raises(ValueError, match="4 rows do not divide into 3"):
+        fold_batch_dim(make_batch(4), 3)
+    with pytest.raises(ValueError, match="'ragged' are jagged"):
+        fold_batch_dim(make_batch(4), 2)
+    folded = fold_batch_dim(make_batch(4).select(["ids"]), 2)
+    assert folded.batch["ids"].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert folded.non_tensor_batch["uid"].tolist() == [["0-0", "0-1"], ["0-2", "0-3"]]
+    folded.batch["flat"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"'flat': \(2,\)"):
+        unfold_batch_dim(folded)

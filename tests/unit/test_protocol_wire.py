@@ -110,6 +110,11 @@ def test_a_file_keeps_the_types_of_objects(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
+def test_text_of_numpy_is_stored_as_text(tmp_path):
+    DataProto.from_dict(non_tensors={"uid": list(np.array(["0-1", "0-2"]))}).save_to_disk(tmp_path / "batch")
+    assert DataProto.load_from_disk(tmp_path / "batch").non_tensor_batch["uid"].tolist() == ["0-1", "0-2"]
+
+
 def test_a_value_without_a_safe_form_is_refused_by_place_and_leaves_no_file(tmp_path):
     path = tmp_path / "batch.safetensors"
     for bad, where in (

@@ -1,10 +1,14 @@
-"""Adding rows to a batch until a number divides them, and dropping them again."""
+"""Whole-batch functions beside DataProto: padding to a divisor, folding the batch dimension."""
+
+import math
 
 import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.columns import PAD_COLUMN
 from verl_like.protocol.dataproto import DataProto
+from verl_like.protocol.merge import names
+from verl_like.protocol.row_ops import copy_column, is_jagged
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -48,3 +52,34 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if not bool(result.batch[PAD_COLUMN].any()):
         result.pop([PAD_COLUMN])
     return result
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Copy with columns (B, ...) folded to (new_batch_size, B / new_batch_size, ...).
+
+    Raises ValueError if it does not divide, and for jagged columns.
+    """
+    if new_batch_size <= 0 or len(data) % new_batch_size:
+        raise ValueError(f"fold_batch_dim: {len(data)} rows do not divide into {new_batch_size}.")
+    return _reshape(data, "fold_batch_dim", 1, (new_batch_size, len(data) // new_batch_size))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Copy with the first `batch_dims` dimensions of every column made one: the inverse of `fold_batch_dim`.
+
+    Raises ValueError if the columns differ in these dimensions, and for jagged columns.
+    """
+    shapes = {name: tuple(column.shape[:batch_dims]) for name, column in data.columns().items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"unfold_batch_dim: the columns do not share their first {batch_dims} dimensions: {shapes}.")
+    num_rows = math.prod(next(iter(shapes.values()), (len(data),)))
+    return _reshape(data, "unfold_batch_dim", batch_dims, (num_rows,))
+
+
+def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, ...]) -> DataProto:
+    """Copy with the first `old_dims` dimensions of every column replaced by `new_dims`."""
+    if jagged := [name for name, column in data.columns().items() if is_jagged(column)]:
+        raise ValueError(f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first.")
+    return data.map_columns(
+        new_dims[0], lambda column: copy_column(column).reshape(*new_dims, *column.shape[old_dims:])
+    )

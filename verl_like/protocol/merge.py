@@ -4,7 +4,9 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
 from verl_like.protocol.row_ops import concat_columns, deep_equal
@@ -28,6 +30,19 @@ def pick_keys(caller: str, place: str, values: Mapping[str, V], keys: Sequence[s
     if len(set(wanted)) != len(wanted):
         raise ValueError(f"{caller}: a key of {names(wanted)} is given twice.")
     return {name: values[name] for name in wanted}
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """New TensorDict with the columns of both. ValueError where they differ, or the batch sizes do."""
+    sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"union: the batch sizes differ, {tuple(sizes[0])} and {tuple(sizes[1])}.")
+    return TensorDict(union_columns("batch", dict(tensor_dict1.items()), dict(tensor_dict2.items())), sizes[0])
+
+
+def union_numpy_dict(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """New dict with the arrays of both. ValueError where they differ."""
+    return union_columns("non_tensor_batch", left, right)
 
 
 def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,8 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
 
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, np.str_):
+        return str(value)
     if type(value) is list:
         return encode_all(value)
     if type(value) is tuple:
