@@ -28,8 +28,8 @@ written (`a.b=1`, `+a.b=1`, `++a.b=1` or in YAML), and so are values of another 
 
 - `placement=colocated`, the default: every role in one pool, `global_pool`, of `trainer.nnodes` x
   `trainer.n_gpus_per_node` processes.
-- `placement=split`: actor, rollout and ref in `actor_rollout_ref_pool`, critic and reward model in `critic_pool`, half
-  of the devices each. One node is halved inside, several nodes are halved as whole nodes.
+- `placement=split`: actor, rollout, ref and teacher in `actor_rollout_ref_pool`, critic and reward model in
+  `critic_pool`, half of the devices each. One node is halved inside, several nodes are halved as whole nodes.
 - none, `override placement: null` in your YAML file: the file gives `resource_pool_spec` and `role_mapping` in full.
 
 `device` says what workers compute on:
@@ -43,7 +43,7 @@ Single pools and roles can be added or replaced on top of a preset:
 # the critic on a pool of its own, beside global_pool
 resource_pool_spec.critic_pool=[4] role_mapping.critic=critic_pool
 # a role of your own
-resource_pool_spec.teacher_pool=[1] role_mapping.teacher=teacher_pool worker_classes.teacher=my_package.module.Teacher
+resource_pool_spec.judge_pool=[1] role_mapping.judge=judge_pool worker_classes.judge=my_package.module.Judge
 # without a pool of the preset
 '~resource_pool_spec.critic_pool'
 ```

@@ -9,9 +9,12 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
+from verl_like.workers.teacher import TeacherWorker
 
 
-@pytest.mark.parametrize("worker_class", [ActorWorker, ReferenceWorker, RolloutWorker, CriticWorker, RewardModelWorker])
+@pytest.mark.parametrize(
+    "worker_class", [ActorWorker, ReferenceWorker, RolloutWorker, CriticWorker, RewardModelWorker, TeacherWorker]
+)
 def test_declared_columns_are_in_the_table(worker_class: type):
     declared = {
         (spec.name, column.removesuffix("?"))

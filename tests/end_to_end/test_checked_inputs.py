@@ -95,10 +95,10 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
     config = load_ppo_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(config, cleanup).scorer is None
-    teacher = "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=global_pool"
+    role = "worker_classes.judge=examples.new_role.likelihood.LikelihoodWorker", "role_mapping.judge=global_pool"
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     with contextlib.ExitStack() as cleanup:
-        assert check_inputs(load_ppo_config([*settings, *teacher]), cleanup).scorer is None
+        assert check_inputs(load_ppo_config([*settings, *role]), cleanup).scorer is None
 
 
 @pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])

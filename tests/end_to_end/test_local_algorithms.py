@@ -131,3 +131,21 @@ def test_gdpo_adds_up_the_rewards_that_the_function_returns(
     expected = (tokens - selected.mean()) / np.sqrt(selected.var(ddof=1) + 1e-8) * mask
     np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, atol=1e-5)
     assert np.ptp(expected) > 0.1 and metrics_of(tmp_path)[0]["actor/grad_norm"] > 0
+
+
+def test_distillation_makes_the_policy_likelier_to_say_what_the_teacher_would(
+    tmp_path: Path, tiny_llama: Callable, made: list[Experience]
+):
+    teacher, _ = tiny_llama(tie=True)
+    loss = "actor_rollout_ref.actor.policy_loss"
+    settings = [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path={teacher}", f"{loss}.use_task_rewards=false"]
+    run_locally(tmp_path, tiny_llama, *SETTINGS, "algorithm.adv_estimator=grpo", *settings, steps=6)
+    columns = made[0].batch.batch
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)(**inputs).logits[:, -7:-1]
+    expected = logits.log_softmax(-1).gather(-1, columns["responses"].unsqueeze(-1)).squeeze(-1).float()
+    torch.testing.assert_close(columns["teacher_log_prob"], expected * columns["response_mask"], rtol=0, atol=1e-4)
+    steps = metrics_of(tmp_path)
+    assert steps[-1]["distillation/abs_loss"] < 0.9 * steps[0]["distillation/abs_loss"]
+    assert steps[0]["perf/mfu/teacher"] > 0

@@ -134,7 +134,7 @@ def test_grpo_runs_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, 
 def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_part(
     tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    """`examples/new_role`: nothing in the library knows the teacher. Rules, reward model and teacher add up."""
+    """`examples/new_role`: nothing in the library knows the role. Rules, reward model and role add up."""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     settings = tiny_run_settings(tmp_path, tiny_llama)
@@ -145,7 +145,7 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
     judge.save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
     roles = [
-        "worker_classes.teacher=examples.new_role.teacher.TeacherWorker", "role_mapping.teacher=ref_pool",
+        "worker_classes.likelihood=examples.new_role.likelihood.LikelihoodWorker", "role_mapping.likelihood=ref_pool",
         "role_mapping.ref=ref_pool", "resource_pool_spec.ref_pool=[2]",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",  # all of these ranks share each sequence
         "algorithm.use_kl_in_reward=true", "reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}",
@@ -154,10 +154,10 @@ def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_p
     (tmp_path / "reward.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
     assert run_ppo(load_ppo_config([*settings, *roles])) == 0
     events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
-    assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "teacher")}
+    assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "likelihood")}
     assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}
     assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"global_pool"}
     row = metrics_of(tmp_path)[-1]
-    # Rules 1, judge 0, and the teacher 0.1 times a mean log-probability, which is at least -log(68) on average.
+    # Rules 1, judge 0, and the custom role 0.1 times a mean log-probability, which is at least -log(68) on average.
     assert 0.5 < row["critic/score/mean"] < 1
     assert 0.5 < row["val-core/exact_match/reward/mean@1"] < 1

@@ -82,12 +82,12 @@ def test_the_critic_gets_a_pool_of_its_own_by_overrides():
 
 
 def test_a_new_role_needs_a_pool_and_a_worker_class():
-    new_pool, new_role = "resource_pool_spec.teacher_pool=[1]", "role_mapping.teacher=teacher_pool"
-    new_class = "worker_classes.teacher=my_pkg.mod.TeacherWorker"
-    assert small(new_pool, new_role, new_class).active_roles == ("actor", "rollout", "critic", "teacher")
-    assert "worker_classes.teacher=package.module.Class" in refusal(new_pool, new_role)
-    assert "role_mapping.teacher=<pool>" in refusal(new_class)
-    assert "expected an import path" in refusal(new_pool, new_role, "worker_classes.teacher=TeacherWorker")
+    new_pool, new_role = "resource_pool_spec.judge_pool=[1]", "role_mapping.judge=judge_pool"
+    new_class = "worker_classes.judge=my_pkg.mod.Judge"
+    assert small(new_pool, new_role, new_class).active_roles == ("actor", "rollout", "critic", "judge")
+    assert "worker_classes.judge=package.module.Class" in refusal(new_pool, new_role)
+    assert "role_mapping.judge=<pool>" in refusal(new_class)
+    assert "expected an import path" in refusal(new_pool, new_role, "worker_classes.judge=Judge")
 
 
 def test_a_role_on_a_missing_pool_names_role_pools_and_the_nearest_one():
@@ -203,6 +203,21 @@ def test_micro_batches_by_tokens_need_not_divide_anything():
 ACTOR_BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 SHARED_BY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 BY_TOKENS = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true"]
+
+
+def test_a_run_has_a_teacher_where_the_loss_needs_one_and_its_model_is_named():
+    loss = f"{ACTOR_KEY}.policy_loss"
+    teacher = [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path=x"]
+    assert small(*teacher).active_roles == ("actor", "rollout", "teacher", "critic")
+    assert small(*teacher).role_mapping["teacher"] == "global_pool"
+    assert "teacher" not in small(teacher[0]).active_roles
+    assert "role_mapping.teacher is not set, but the policy loss learns" in refusal(*teacher, "~role_mapping.teacher")
+    own_pool = ["resource_pool_spec.teacher_pool=[3]", "role_mapping.teacher=teacher_pool"]
+    assert "3 processes of the pool teacher_pool (teacher)" in refusal(*teacher, *own_pool, f"{SHARED_BY}=2")
+    by_tokens = ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"]
+    budget = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=1023"
+    assert budget in refusal(*teacher, *by_tokens, budget)
+    small(*by_tokens, budget)  # without a teacher or reference
 
 
 def test_a_token_budget_holds_the_longest_sequence():

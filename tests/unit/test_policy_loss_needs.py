@@ -1,11 +1,10 @@
 """What policy losses ask for: a teacher of its own weights, and an aggregation for which they are defined."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
 
+from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_inputs import check_policy_loss
 from verl_like.workers.actor import ActorWorker
@@ -25,8 +24,8 @@ def test_a_policy_moves_towards_a_teacher_unless_it_is_the_teacher(tmp_path):
     batch = make_batch()
     for path, is_itself in ((student, True), (teacher, False)):
         config = distilling(student, path, use_task_rewards=False)
-        group = local_group(TeacherWorker, SimpleNamespace(actor_rollout_ref=config))
-        said = group.annotate(batch).get().batch["teacher_log_prob"]
+        group = local_group(TeacherWorker, config)
+        said = group.compute_teacher_log_prob(batch).get().batch["teacher_log_prob"]
         reference = local_group(ReferenceWorker, policy_config(path))
         assert torch.equal(said, reference.compute_ref_log_prob(batch).get().batch["ref_log_prob"])
 
@@ -39,14 +38,20 @@ def test_a_policy_moves_towards_a_teacher_unless_it_is_the_teacher(tmp_path):
         assert (metrics["distillation/abs_loss"].value < 1e-5) == is_itself
 
 
-def test_a_teacher_without_a_model_and_a_loss_without_a_teacher_are_refused(tmp_path):
-    config = distilling(str(tmp_path), None)
-    with pytest.raises(ValueError, match=r"teacher_path=null: the role teacher has no model"):
-        TeacherWorker(SimpleNamespace(actor_rollout_ref=config))
+class CustomTeacher(ReferenceWorker):
+    """A custom role that writes the column."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, writes=["teacher_log_prob"])
+    def annotate(self, data):
+        return data
+
+
+def test_a_loss_without_a_teacher_is_refused():
     files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c"]
     run = load_ppo_config([*files, f"{LOSS}.loss_mode=distillation"])
-    check_policy_loss(run, {"teacher": TeacherWorker})
-    with pytest.raises(ValueError, match=r"loss_mode=distillation needs teacher_log_prob, which no role"):
+    check_policy_loss(run, {"judge": CustomTeacher})
+    check_policy_loss(load_ppo_config([*files, f"{LOSS}.loss_mode=distillation", f"{LOSS}.teacher_path=d"]), {})
+    with pytest.raises(ValueError, match=r"loss_mode=distillation needs teacher_log_prob, which no role.*teacher_path"):
         check_policy_loss(run, {"judge": ReferenceWorker})
 
 

@@ -55,8 +55,8 @@ def experience(select_tokens: Any = None, **correction: Any) -> Experience:
     group = LocalWorkerGroup(RayClassWithInitArgs(Models))
     config = RolloutCorrectionConfig(**correction)
     maker = ExperienceMaker(
-        rollout=group, actor=None if config.bypass_mode else group, reference=None, critic=None, reward_model=None,
-        annotators=[group], val_annotators=[], rule_scorer=None, reward_columns={"scores": 1.0},
+        rollout=group, actor=None if config.bypass_mode else group, reference=None, teacher=None, critic=None,
+        reward_model=None, annotators=[group], val_annotators=[], rule_scorer=None, reward_columns={"scores": 1.0},
         overlong_buffer=OverlongBufferConfig(),
         algorithm=AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config),
         estimator=get_adv_estimator_fn("grpo"), select_tokens=select_tokens, kl_controller=FixedKLController(0.0),

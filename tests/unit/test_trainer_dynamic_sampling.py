@@ -57,7 +57,7 @@ class ScriptedMaker(ExperienceMaker):
 
 
 def maker(estimator=compute_grpo_outcome_advantage, **algorithm):
-    others = "rollout actor reference critic reward_model annotators val_annotators rule_scorer overlong_buffer"
+    others = "rollout actor reference teacher critic reward_model annotators val_annotators rule_scorer overlong_buffer"
     others += " kl_controller model_cost num_val_samples balance timer select_tokens"
     return ScriptedMaker(
         **dict.fromkeys(others.split()),

@@ -128,6 +128,20 @@ def test_roles_of_one_pool_lie_there_together(deepseek_7b: str):
     assert phase(config, "ref forward pass")["actor Adam"] == generation["actor Adam"]
 
 
+def test_the_teacher_is_counted_with_its_own_size_beside_the_actor(deepseek_7b: str, tmp_path: Path):
+    layer, outer = 4 * 64**2 + 3 * 64 * 96 + 2 * 64, 2 * 320 * 64 + 64
+    LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
+        max_position_embeddings=4096, tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    loss = "actor_rollout_ref.actor.policy_loss"
+    config = script_config(deepseek_7b, f"{loss}.loss_mode=distillation", f"{loss}.teacher_path={tmp_path}")
+    teacher = phase(config, "teacher forward pass")
+    assert teacher["teacher weights"] == pytest.approx(2 * (outer + 5 * layer) / 4 / 1e9)
+    assert teacher["actor Adam"] == phase(config, "generation")["actor Adam"]
+    assert build_role_worker_mapping(config, {})["teacher"].kwargs["shares_device"]
+
+
 def test_what_cannot_fit_is_refused_with_the_sum(deepseek_7b: str):
     config = script_config(deepseek_7b, "trainer.n_gpus_per_node=2")
     with pytest.raises(

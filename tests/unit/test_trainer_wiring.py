@@ -14,6 +14,7 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
+from verl_like.workers.teacher import TeacherWorker
 
 NEEDED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=policy", "device=cpu"]
 
@@ -33,12 +34,14 @@ class OwnCritic(CriticWorker):
 def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     roles = ["worker_classes.judge=any.Judge", "role_mapping.judge=critic_pool", "reward_model.enable=true"]
     settings = ["placement=split", "trainer.n_gpus_per_node=4", "algorithm.use_kl_in_reward=true"]
+    loss = "actor_rollout_ref.actor.policy_loss"
+    settings += [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path=large", "role_mapping.teacher=critic_pool"]
     settings += ["trainer.seed=7", "trainer.critic_warmup=3", "actor_rollout_ref.rollout.n=5"]
     config = config_of(*settings, *roles, "role_mapping.ref=critic_pool", "reward_model.model.path=judge")
     config = ppo_inputs.with_training_steps(config, 20)
     mapping = ppo_workers.build_role_worker_mapping(config, {"judge": Judge, "critic": OwnCritic})
     assert {role: made.cls for role, made in mapping.items()} == {
-        "actor": ActorWorker, "rollout": RolloutWorker, "ref": ReferenceWorker,
+        "actor": ActorWorker, "rollout": RolloutWorker, "ref": ReferenceWorker, "teacher": TeacherWorker,
         "critic": OwnCritic, "reward_model": RewardModelWorker, "judge": Judge,
     }  # fmt: skip
     assert all(made.args == () for made in mapping.values())
@@ -49,6 +52,7 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
         "actor": policy | {"total_training_steps": 17, "with_sum_pi_squared": False, "shares_device": True},
         "rollout": policy | {"seed": 7},
         "ref": policy | {"shares_device": False},
+        "teacher": policy | {"shares_device": False},
         "critic": critic | {"shares_device": False},
         "reward_model": {"config": config.reward_model, "shares_device": False},
         "judge": {"config": config},

@@ -84,22 +84,22 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
     assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)  # the base has verl's name
 
 
-def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_teacher(monkeypatch):
+def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    teacher = importlib.import_module("examples.new_role.teacher").TeacherWorker
+    example = importlib.import_module("examples.new_role.likelihood").LikelihoodWorker
 
-    class RecordingTeacher(teacher):
-        """The teacher's dispatch over four ranks of which two share each sequence, without a model."""
+    class RecordingRole(example):
+        """The role's dispatch over four ranks of which two share each sequence, without a model."""
 
         def __init__(self):
             self.register_mesh("ref", 2)
 
         def annotate(self, data):
             self.tokens = data.batch["input_ids"]
-            return DataProto.from_dict(tensors={"teacher_scores": data.batch["response_mask"].float()})
+            return DataProto.from_dict(tensors={"likelihood_scores": data.batch["response_mask"].float()})
 
-    group, data = LocalWorkerGroup(ClassWithInitArgs(RecordingTeacher), world_size=4), make_batch(rows=8)
-    scores = group.annotate(data).get().batch["teacher_scores"]
+    group, data = LocalWorkerGroup(ClassWithInitArgs(RecordingRole), world_size=4), make_batch(rows=8)
+    scores = group.annotate(data).get().batch["likelihood_scores"]
     assert torch.equal(scores, data.batch["response_mask"].float())
     for worker, first in zip(group.workers, (0, 0, 4, 4), strict=True):
         assert torch.equal(worker.tokens, data.batch["input_ids"][first : first + 4])

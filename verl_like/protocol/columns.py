@@ -61,7 +61,7 @@ _TABLE = [
            "response_mask before tokens or responses were rejected."),
     Column("selected_tokens", "tensor", "B R", "bool", "driver, by the policy loss",
            "True on tokens that the policy loss picked from the whole batch."),
-    Column("teacher_log_prob", "tensor", "B R", "float32", "annotate of a custom role",
+    Column("teacher_log_prob", "tensor", "B R", "float32", "compute_teacher_log_prob, or a custom role",
            "Log-probability of each response token under a teacher, for the policy loss distillation."),
     Column("returns", "tensor", "B R", "float32", "driver, by the advantage estimator",
            "Target of the value loss."),

@@ -53,6 +53,7 @@ class ExperienceMaker:
     actor: WorkerGroup | None
     """Computes `old_log_probs`; None where nothing needs them before the update."""
     reference: WorkerGroup | None
+    teacher: WorkerGroup | None
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
     annotators: Sequence[WorkerGroup]
@@ -94,6 +95,8 @@ class ExperienceMaker:
             pending.append(work.submit(self.actor.compute_log_prob, batch))
         if self.reference:
             pending.append(work.submit(self.reference.compute_ref_log_prob, batch))
+        if self.teacher:
+            pending.append(work.submit(self.teacher.compute_teacher_log_prob, batch))
         if self.critic:
             pending.append(work.submit(self.critic.compute_values, batch))
         if self.reward_model:

@@ -179,6 +179,10 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
         roles.append(
             (Role.RefPolicy, policy_size, policy.model, policy.ref.fsdp_config, log_prob_micro_batching(policy.ref))
         )
+    if config.needs_teacher:
+        size = ModelSize.of(policy.teacher_model, "actor_rollout_ref.actor.policy_loss.teacher", AutoModelForCausalLM)
+        passes = log_prob_micro_batching(policy.ref)
+        roles.append((Role.Teacher, size, policy.teacher_model, policy.ref.fsdp_config, passes))
     if config.needs_critic:
         size = ModelSize.of(critic.model, "critic.model", AutoModelForTokenClassification)
         passes = MicroBatching(

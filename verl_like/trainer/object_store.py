@@ -30,7 +30,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "driver, by rollout_is": bool(correction.rollout_is),
         "driver, by rollout_rs": bool(correction.rollout_rs),
         "driver, by the policy loss": "selected_tokens" in loss_needs,
-        "annotate of a custom role": "teacher_log_prob" in loss_needs,
+        "compute_teacher_log_prob, or a custom role": "teacher_log_prob" in loss_needs,
     }
     made = [column for column in COLUMNS.values() if column.kind == "tensor" and calls.get(column.writer, True)]
     row = sum(size[column.dtype] * length[column.dims[-1]] for column in made)

@@ -20,7 +20,7 @@ PPO_DISPLAY = Display(
         ("overlap", ("perf/overlap",), "{:.0%}"),
     ),
     phases=(
-        *("gen", "reward", "old_log_prob", "ref", "values", "adv", "reward_model", "annotate"),
+        *("gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "reward_model", "annotate"),
         *("update_critic", "update_actor", "update_weights", "testing", "save_checkpoint"),
     ),
     # verl's timer names.
@@ -28,6 +28,7 @@ PPO_DISPLAY = Display(
         "generate_sequences": "gen",
         "compute_log_prob": "old_log_prob",
         "compute_ref_log_prob": "ref",
+        "compute_teacher_log_prob": "teacher",
         "compute_values": "values",
         "compute_rm_score": "reward_model",
         "score": "reward",

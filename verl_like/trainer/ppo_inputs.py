@@ -135,11 +135,10 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
         )
     methods = [method for worker_class in own_classes.values() for method in registered_methods(worker_class).values()]
     written = {column for method in methods for column in method.writes or ()}
-    if "teacher_log_prob" in config.loss_needs - written:
+    if "teacher_log_prob" in config.loss_needs - written and not config.needs_teacher:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which no role of this run "
-            "writes: add role_mapping.teacher=<pool> worker_classes.teacher=verl_like.workers.teacher.TeacherWorker, "
-            "and policy_loss.teacher_path"
+            "writes: set actor_rollout_ref.actor.policy_loss.teacher_path to the folder or hub name of a model"
         )
 
 
@@ -166,7 +165,9 @@ def check_environment(config: PPOConfig) -> None:
 
 def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """The models of this run by their keys, the policy first."""
-    models: dict[str, ModelConfig] = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    policy = config.actor_rollout_ref
+    models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
+    models |= {"actor_rollout_ref.actor.policy_loss.teacher": policy.teacher_model} if config.needs_teacher else {}
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
     return models | ({"reward_model.model": config.reward_model.model} if config.reward_model.enable else {})
 
@@ -194,11 +195,12 @@ def check_models(config: PPOConfig) -> None:
             )
     for key, model in models.items():
         fetch_weights(model, key=key)
-    shared = {"actor_rollout_ref.actor": (policy, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)}
-    if config.needs_critic:
-        shared["critic"] = configs["critic.model"], config.critic.ulysses_sequence_parallel_size
-    for key, (hf_config, size) in shared.items():
-        require_shares_of_heads(hf_config, size, f"{key}.ulysses_sequence_parallel_size")
+    policy_part = "actor_rollout_ref.actor", config.actor_rollout_ref.actor
+    for key, hf_config in configs.items():
+        if key != "reward_model.model":
+            name, part = ("critic", config.critic) if key == "critic.model" else policy_part
+            size = part.ulysses_sequence_parallel_size
+            require_shares_of_heads(hf_config, size, f"{name}.ulysses_sequence_parallel_size")
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:

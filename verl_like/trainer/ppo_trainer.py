@@ -104,6 +104,7 @@ class RayPPOTrainer:
             rollout=groups[Role.Rollout],
             actor=groups[Role.Actor] if config.needs_old_log_probs else None,
             reference=groups.get(Role.RefPolicy),
+            teacher=groups.get(Role.Teacher),
             critic=groups.get(Role.Critic),
             reward_model=groups.get(Role.RewardModel),
             annotators=list(annotators.values()),

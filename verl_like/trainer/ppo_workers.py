@@ -17,6 +17,7 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
+from verl_like.workers.teacher import TeacherWorker
 
 
 def build_role_worker_mapping(
@@ -34,6 +35,7 @@ def build_role_worker_mapping(
         Role.Actor: (ActorWorker, policy | actor),
         Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
         Role.RefPolicy: (ReferenceWorker, dict(policy)),
+        Role.Teacher: (TeacherWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
         Role.RewardModel: (RewardModelWorker, {"config": config.reward_model}),
     }

@@ -10,6 +10,7 @@ class Role(StrEnum):
     Actor = "actor"
     Rollout = "rollout"
     RefPolicy = "ref"
+    Teacher = "teacher"
     Critic = "critic"
     RewardModel = "reward_model"
 

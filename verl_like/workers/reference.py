@@ -34,10 +34,9 @@ class ReferenceWorker(ActorRolloutRefWorker):
     )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, (B, R) float32."""
-        return self.infer(
-            data,
-            ["ref_log_prob"],
-            log_prob_micro_batching(self.config.ref),
-            lambda micro: self._score(micro, with_entropy=False),
-            phase="ref",
-        )
+        return self.infer_log_probs(data, "ref_log_prob", phase="ref")
+
+    def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
+        """`column`: the log-probability of each response token under this model, (B, R) float32."""
+        micro_batching = log_prob_micro_batching(self.config.ref)
+        return self.infer(data, [column], micro_batching, lambda micro: self._score(micro, with_entropy=False), phase)

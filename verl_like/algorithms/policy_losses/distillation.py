@@ -15,9 +15,9 @@ of the advantages A:
 | `actor/...` | those of `vanilla`, of the second line |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher is a custom role that writes `teacher_log_prob`,
-such as `verl_like.workers.teacher.TeacherWorker`, and shares the tokenizer of the policy. In verl these options stand
-in the block `distillation.distillation_loss`, and this is its `loss_mode=k1` with `use_policy_gradient`; there
+Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher shares the tokenizer of the policy and runs in
+the role `teacher`; a custom role that writes `teacher_log_prob` may take its place. In verl these options stand in the
+block `distillation.distillation_loss`, and this is its `loss_mode=k1` with `use_policy_gradient`; there
 distillation_loss_coef counts only with use_task_rewards. A KL to another model as a term of the loss, with the
 estimators k2 and k3, is `actor.use_kl_loss`.
 """
@@ -36,7 +36,7 @@ class DistillationOptions(PolicyLossOptions):
     """The teacher, and what the policy learns from beside it."""
 
     teacher_path: str | None = None
-    """Folder or hub name of the model that the role `verl_like.workers.teacher.TeacherWorker` runs."""
+    """Folder or hub name of the teacher; null where a custom role is the teacher."""
     use_task_rewards: bool = True
     """Learn from the advantages too; otherwise from the teacher alone."""
     distillation_loss_coef: Annotated[float, Field(ge=0)] = 1.0

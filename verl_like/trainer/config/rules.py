@@ -155,6 +155,7 @@ TOKEN_BUDGETS = (
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
     ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.Actor),
     ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.RefPolicy),
+    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.Teacher),
     ("critic.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
     ("critic.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
     ("reward_model.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel),
@@ -297,13 +298,15 @@ def _sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
     """The key that sets how many ranks of a role share a sequence, and that number."""
     if role == Role.Critic:
         return "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
-    size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size if role in (Role.Actor, Role.RefPolicy) else 1
+    policy_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    size = policy_size if role in (Role.Actor, Role.RefPolicy, Role.Teacher) else 1
     return "actor_rollout_ref.actor.ulysses_sequence_parallel_size", size
 
 
 def _why_needed(role: str) -> str:
     reasons: dict[str, str] = {
         Role.RefPolicy: "a KL term or the algorithm compares the policy with the reference policy",
+        Role.Teacher: "the policy loss learns from a teacher",
         Role.Critic: "the advantage estimator needs values",
         Role.RewardModel: "reward_model.enable is true",
     }

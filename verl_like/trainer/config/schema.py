@@ -199,8 +199,8 @@ class PPOConfig(RunConfig):
     """Resource pools by name, each a list of processes per node, e.g. {actor_pool: [8, 8], critic_pool: [4]}. The
     placement preset fills it."""
     role_mapping: dict[str, str] = Field(default={})
-    """Resource pool of each role: actor, rollout, ref, critic, reward_model, and every role of worker_classes. The
-    placement preset fills it."""
+    """Resource pool of each role: actor, rollout, ref, teacher, critic, reward_model, and every role of worker_classes.
+    The placement preset fills it."""
     worker_classes: dict[str, str] = Field(default={})
     """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
 
@@ -226,6 +226,11 @@ class PPOConfig(RunConfig):
         return uses_kl or "ref_log_prob" in self.estimator_needs | self.loss_needs
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss learns from the model `teacher_path`. A custom role may be the teacher instead."""
+        return "teacher_log_prob" in self.loss_needs and self.actor_rollout_ref.teacher_model is not None
+
+    @property
     def needs_old_log_probs(self) -> bool:
         """Whether log-probabilities are computed before the update. Where a batch is one optimizer step of the actor,
         they are those of that step's own forward pass; only the KL penalty in the reward, corrections of the rollout
@@ -247,6 +252,7 @@ class PPOConfig(RunConfig):
             Role.Actor: True,
             Role.Rollout: True,
             Role.RefPolicy: self.needs_reference,
+            Role.Teacher: self.needs_teacher,
             Role.Critic: self.needs_critic,
             Role.RewardModel: self.reward_model.enable,
         }

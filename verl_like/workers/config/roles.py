@@ -100,12 +100,18 @@ class RefConfig(ConfigModel):
 
 
 class ActorRolloutRefConfig(ConfigModel):
-    """The policy in its three roles: actor, rollout, ref."""
+    """The policy in its roles actor, rollout and ref, and its teacher."""
 
     model: PolicyModelConfig
     actor: ActorConfig
     ref: RefConfig
     rollout: RolloutConfig
+
+    @property
+    def teacher_model(self) -> PolicyModelConfig | None:
+        """The model of the teacher, if the policy loss has the option `teacher_path`; its settings are the policy's."""
+        path = (self.actor.policy_loss.model_extra or {}).get("teacher_path")
+        return self.model.model_copy(update={"path": path}) if path else None
 
 
 class CriticModelConfig(TrainedModelConfig):

@@ -1,4 +1,4 @@
-"""A custom role: a frozen teacher in a pool of its own; its log-probability of a response is added to the reward."""
+"""A custom role: a frozen model in a pool of its own; its log-probability of a response is added to the reward."""
 
 from typing import ClassVar
 
@@ -10,14 +10,14 @@ from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.reference import ReferenceWorker
 
 
-class TeacherWorker(ReferenceWorker):
+class LikelihoodWorker(ReferenceWorker):
     """The reference policy's code with a role of its own; a custom role gets the whole configuration.
 
-    The teacher here is the model that training starts from. Another model is one line: give `super().__init__` a copy
+    The model here is the one that training starts from. Another model is one line: give `super().__init__` a copy
     of the settings with another `model.path`.
     """
 
-    reward_columns: ClassVar = {"teacher_scores": 0.1}  # added to the reward with this weight
+    reward_columns: ClassVar = {"likelihood_scores": 0.1}  # added to the reward with this weight
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config.actor_rollout_ref)
@@ -26,11 +26,11 @@ class TeacherWorker(ReferenceWorker):
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),  # its ranks may share sequences
         blocking=False,
         reads=SEQUENCE_COLUMNS,
-        writes=["teacher_scores"],
+        writes=["likelihood_scores"],
     )
     def annotate(self, data: DataProto) -> DataProto:
-        """`teacher_scores` (B R): the mean log-probability of a response's tokens, on its last token."""
+        """`likelihood_scores` (B R): the mean log-probability of a response's tokens, on its last token."""
         log_probs_BR = self.compute_ref_log_prob(data).batch["ref_log_prob"]
         mask_BR = data.batch["response_mask"]
         mean_B = masked_mean(log_probs_BR, mask_BR, axis=-1)
-        return DataProto.from_dict(tensors={"teacher_scores": on_last_token(mean_B, mask_BR)})
+        return DataProto.from_dict(tensors={"likelihood_scores": on_last_token(mean_B, mask_BR)})
