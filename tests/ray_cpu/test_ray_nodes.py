@@ -28,7 +28,7 @@ def cpus_of_ranks(pool: RayResourcePool) -> list[float]:
     """The CPUs of each rank's node."""
     sizes = {node["NodeID"]: node["Resources"]["CPU"] for node in ray.nodes()}
     tables = {group: ray.util.placement_group_table(group) for group in pool.get_placement_groups()}
-    return [sizes[tables[group]["bundles_to_node_id"][index]] for group, index in pool.bundles()]
+    return [sizes[tables[group]["bundles_to_node_id"][index]] for group, index in pool.take()]
 
 
 def placed(spec: dict[str, list[int]]) -> dict[str, list[float]]:

@@ -64,7 +64,7 @@ def test_columns_of_a_wrong_kind_are_refused_by_name():
 
 def test_a_jagged_column_must_be_ragged_in_its_second_dimension():
     column = jagged([torch.ones(1, 3), torch.ones(2, 3)], torch.zeros(0, 3))
-    with pytest.raises(ValueError, match=r"batch\['j'\] is ragged in dim 2"):
+    with pytest.raises(ValueError, match=r"tensors\['j'\] is ragged in dim 2"):
         DataProto.from_dict({"j": column.transpose(1, 2)})
 
 

@@ -42,14 +42,13 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"unpad_dataproto: cannot drop {pad_size} of {len(data)} rows.")
-    kept = len(data) - pad_size
-    result = data.slice(0, kept)
-    if data.batch is None or PAD_COLUMN not in data.batch:
+    num_kept, is_pad = len(data) - pad_size, data.tensors().get(PAD_COLUMN)
+    result = data.slice(0, num_kept)
+    if is_pad is None:
         return result
-    if not bool(data.batch[PAD_COLUMN][kept:].all()):
+    if not bool(is_pad[num_kept:].all()):
         raise ValueError(f"unpad_dataproto: the last {pad_size} rows are not all padding, says column {PAD_COLUMN!r}.")
-    assert result.batch is not None
-    if not bool(result.batch[PAD_COLUMN].any()):
+    if not bool(is_pad[:num_kept].any()):
         result.pop([PAD_COLUMN])
     return result
 

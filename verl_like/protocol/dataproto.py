@@ -21,6 +21,7 @@ from verl_like.protocol.merge import (
 )
 from verl_like.protocol.row_ops import (
     RowIndices,
+    check_tensor_column,
     copy_column,
     is_jagged,
     jagged_parts,
@@ -60,11 +61,7 @@ class DataProto(Batch):
         batch = None
         if tensors:
             for name, tensor in tensors.items():
-                if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
-                    raise ValueError(
-                        f"from_dict: tensors[{name!r}] is a {type(tensor).__name__}, not a tensor with rows; "
-                        "pass other values in non_tensors, one per row, or in meta_info."
-                    )
+                check_tensor_column(f"from_dict: tensors[{name!r}]", tensor)
             sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
@@ -230,7 +227,7 @@ class DataProto(Batch):
         # Always its own generator: a DataLoader draws from torch's global one even when it does not shuffle.
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         loader = DataLoader(
-            cast(Any, self), batch_size=mini_batch_size, collate_fn=_identity, generator=generator, **options
+            cast(Any, self), batch_size=mini_batch_size, collate_fn=lambda rows: rows, generator=generator, **options
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -314,7 +311,3 @@ class DataProto(Batch):
         meta_info = union_meta_info(self.meta_info, other.meta_info)
         owner = other if self.batch is None else self
         return owner.with_columns(max(len(self), len(other)), tensors, arrays, meta_info)
-
-
-def _identity(rows: Any) -> Any:
-    return rows

@@ -18,10 +18,11 @@ def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
 
 
 def check_tensor_column(place: str, column: Any) -> None:
-    """Raise ValueError, naming the place, unless `column` is a strided or jagged tensor ragged in dim 1."""
-    if not isinstance(column, torch.Tensor):
+    """Raise ValueError, naming the place, unless `column` is a tensor with rows, strided or ragged in dim 1."""
+    if not isinstance(column, torch.Tensor) or column.ndim == 0:
         raise ValueError(
-            f"{place} is a {type(column).__name__}, not a tensor; put it in non_tensor_batch or meta_info."
+            f"{place} is a {type(column).__name__}, not a tensor with rows; put it in non_tensor_batch, one value per "
+            "row, or in meta_info."
         )
     if not column.is_nested:
         return

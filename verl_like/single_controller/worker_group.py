@@ -116,8 +116,7 @@ class WorkerGroup(abc.ABC):
         batch, order = (data.batch, data.order) if isinstance(data, Ordered) else (data, None)
         if isinstance(batch, DataProto):
             if len(batch) == 0 and batch.columns():
-                columns = sorted(batch.columns())
-                raise ValueError(f"the batch given to {self.role} has columns {columns} but no rows")
+                raise ValueError(f"the batch given to {self.role} has columns {sorted(batch.columns())} but no rows")
             parts = [self.put(batch)]
         else:
             parts = batch.parts

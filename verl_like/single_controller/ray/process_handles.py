@@ -168,9 +168,8 @@ class ProcessHandles:
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     """Each process's share of its node's cores, among the processes of this pool."""
-    nodes: list[str] = []
-    for group, index in bundles:
-        nodes.append(ray.util.placement_group_table(group)["bundles_to_node_id"][index])
+    tables = [(ray.util.placement_group_table(group), index) for group, index in bundles]
+    nodes: list[str] = [table["bundles_to_node_id"][index] for table, index in tables]
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
