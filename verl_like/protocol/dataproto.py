@@ -10,15 +10,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like.protocol.batch import Batch
-from verl_like.protocol.merge import (
-    concat_parts,
-    merge_meta_info,
-    names,
-    pick_keys,
-    union_columns,
-    union_meta_info,
-    union_numpy_dict,
-)
+from verl_like.protocol.merge import concat_parts, merge_meta_info, names, pick_keys, union_columns, union_meta_info
 from verl_like.protocol.row_ops import (
     RowIndices,
     check_tensor_column,
@@ -307,7 +299,7 @@ class DataProto(Batch):
         if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
         tensors = union_columns("batch", self.tensors(), other.tensors())
-        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        arrays = union_columns("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch)
         meta_info = union_meta_info(self.meta_info, other.meta_info)
         owner = other if self.batch is None else self
         return owner.with_columns(max(len(self), len(other)), tensors, arrays, meta_info)
