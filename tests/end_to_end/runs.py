@@ -9,6 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from documented_metrics import undocumented
 
+from verl_like.trainer import worker_template
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.run_ppo import run_ppo
+
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(set(solution_str)) / 4, "acc": float("1" in solution_str)}
@@ -39,6 +44,11 @@ def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf")
         f"actor_rollout_ref.rollout.name={engine}", "trainer.total_training_steps=2", "trainer.test_freq=1",
         f"custom_reward_function.path={folder}/reward.py", f"trainer.default_local_dir={folder}/runs",
     ]  # fmt: skip
+
+
+def run_on_ray(settings: list[str], *config_file: str) -> None:
+    """A run to its end whose workers are forks of a template, as from the command line."""
+    assert run_ppo(load_ppo_config(settings, *config_file), worker_template.start(WORKERS)) == 0
 
 
 SPLIT = [

@@ -13,7 +13,7 @@ from runs import metrics_of, tiny_run_settings
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples import local_grpo_step
-from verl_like.trainer import ppo_inputs, ppo_workers
+from verl_like.trainer import ppo_inputs, ppo_trainer, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.run_recorder import RunRecorder
@@ -41,7 +41,8 @@ def local_trainer(
     own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}
     rewards = ppo_inputs.start_reward_manager(config) if with_rules else None
     recorder = RunRecorder(config, PPO_DISPLAY)
-    trainer = local_grpo_step.LocalTrainer(
+    trainer_class = type("TrainerInThisProcess", (local_grpo_step.LocalTrainer, ppo_trainer.get_trainer()), {})
+    trainer = trainer_class(
         config, tokenizer, ppo_workers.build_role_worker_mapping(config, own_classes), None, *datasets,
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
     )  # fmt: skip

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import SPLIT, metrics_of, tiny_run_settings
+from runs import SPLIT, metrics_of, run_on_ray, tiny_run_settings
+from test_local_step import run_locally
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from waiting_rollout import SCORED
-
-from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.run_ppo import run_ppo
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.ray
@@ -48,7 +46,7 @@ def assert_vllm_generates(model: Path) -> None:
 @pytest.mark.vllm
 def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_path: Path, tiny_llama: Callable):
     settings = tiny_run_settings(tmp_path, tiny_llama, engine="vllm")
-    assert run_ppo(load_ppo_config([*settings, *SPLIT, "algorithm.use_kl_in_reward=true"])) == 0
+    run_on_ray([*settings, *SPLIT, "algorithm.use_kl_in_reward=true"])
     run = tmp_path / "runs/latest"
     validation, *steps = metrics_of(tmp_path)
     assert validation["step"] == 0 and "val-core/exact_match/acc/mean@1" in validation
@@ -99,9 +97,7 @@ def test_colocated_and_split_runs_give_equal_results(
         # The hf engine takes one prompt at a time.
         settings += [*tiny_run_settings(folder, tiny_llama), "actor_rollout_ref.rollout.max_num_seqs=2"]
         (folder / "reward.py").write_text(TELLING_REWARD)
-        assert (
-            run_ppo(load_ppo_config([*settings, "data.max_response_length=48", "trainer.val_before_train=false"])) == 0
-        )
+        run_on_ray([*settings, "data.max_response_length=48", "trainer.val_before_train=false"])
         runs[name] = metrics_of(folder)
         assert all(0 < row["perf/overlap"] <= 1 for row in runs[name])
     results = [[[row[key] for key in names] for row in rows] for rows in runs.values()]
@@ -118,46 +114,42 @@ def test_colocated_and_split_runs_give_equal_results(
     assert scored < max(e["finished"] for e in first_step if e["method"] == "generate_sequences")
 
 
-def test_grpo_runs_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, tiny_llama: Callable):
-    settings = tiny_run_settings(tmp_path, tiny_llama)
-    grpo = [
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "trainer.total_training_steps=1",
-    ]
-    assert run_ppo(load_ppo_config([*settings, *grpo])) == 0
-    row = metrics_of(tmp_path)[-1]
-    assert "actor/kl_loss" in row and not [name for name in row if name.startswith("critic/vf")]
-    assert sorted(p.name for p in (tmp_path / "runs/latest/global_step_1").iterdir()) == ["actor"]
-
-
-def test_a_new_role_a_reward_model_and_a_reference_with_a_pool_of_its_own_take_part(
-    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+def test_a_new_role_a_reward_model_a_reference_with_a_pool_of_its_own_and_plugins_take_part(
+    tmp_path: Path, tiny_llama: Callable, plugins: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """`examples/new_role`: nothing in the library knows the role. Rules, reward model and role add up."""
+    """`examples/new_role`: nothing in the library knows the role. Rules, reward model and role add up. Estimator,
+    loss, engine and trainer are a plugin's. On Ray all is as in one process."""
     monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    settings = tiny_run_settings(tmp_path, tiny_llama)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     policy, _ = tiny_llama()
     judge = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     with torch.no_grad():
         judge.score.weight.zero_()  # judges every response 0, so that the sum is known
     judge.save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
-    roles = [
+    (tmp_path / "one.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
+    settings = [
         "worker_classes.likelihood=examples.new_role.likelihood.LikelihoodWorker", "role_mapping.likelihood=ref_pool",
-        "role_mapping.ref=ref_pool", "resource_pool_spec.ref_pool=[2]",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",  # all of these ranks share each sequence
-        "algorithm.use_kl_in_reward=true", "reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}",
-        "trainer.total_training_steps=1", "trainer.val_before_train=false",
+        "role_mapping.ref=ref_pool", "algorithm.use_kl_in_reward=true", "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path / 'judge'}", f"custom_reward_function.path={tmp_path / 'one.py'}",
+        "trainer.total_training_steps=1", "trainer.val_before_train=false", plugins,
+        "algorithm.adv_estimator=centred_by_plugin", "algorithm.options.scale=200.0",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=form_of_verl", "actor_rollout_ref.rollout.name=engine_of_plugin",
     ]  # fmt: skip
-    (tmp_path / "reward.py").write_text("def compute_score(**arguments):\n    return 1.0\n")
-    assert run_ppo(load_ppo_config([*settings, *roles])) == 0
-    events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
+    run_locally(tmp_path / "here", tiny_llama, *settings, "resource_pool_spec.ref_pool=[1]", steps=1)
+    (tmp_path / "ray").mkdir()
+    # All ranks of a pool share each sequence.
+    settings += ["resource_pool_spec.ref_pool=[2]", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    run_on_ray([*tiny_run_settings(tmp_path / "ray", tiny_llama), *settings])
+    events = [json.loads(line) for line in (tmp_path / "ray/runs/latest/timeline.jsonl").read_text().splitlines()]
     assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "likelihood")}
     assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}
     assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"global_pool"}
-    row = metrics_of(tmp_path)[-1]
+    (row,), (expected,) = metrics_of(tmp_path / "ray"), metrics_of(tmp_path / "here")
     # Rules 1, judge 0, and the custom role 0.1 times a mean log-probability, which is at least -log(68) on average.
     assert 0.5 < row["critic/score/mean"] < 1
     assert 0.5 < row["val-core/exact_match/reward/mean@1"] < 1
+    names = [name for name in row if name.startswith(("actor/", "critic/", "val-core/")) and "/perf/" not in name]
+    assert {"actor/pg_loss", "actor/grad_norm", "critic/advantages/max"} <= set(names) and row["actor/grad_norm"] > 0
+    assert {n: row[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4, abs=1e-5)
+    assert [path.name for path in (tmp_path / "ray/runs/latest/global_step_1").iterdir()] == ["actor"]

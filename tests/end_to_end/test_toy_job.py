@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics_of
+from runs import metrics_of, run_on_ray
 from safetensors.torch import load_file
-
-from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.run_ppo import run_ppo
 
 ROOT = Path(__file__).parents[2]
 SPLIT_PLACEMENT, GRPO = ROOT / "examples/split_placement", ROOT / "examples/grpo"
@@ -34,7 +31,7 @@ def train(folder: Path, seed: int, steps: int, *settings: str, example: Path = S
         f"trainer.default_local_dir={folder}/runs",
     ]
     length = [f"trainer.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
-    assert run_ppo(load_ppo_config([*paths, *length, *settings], "toy", str(example / "config"))) == 0
+    run_on_ray([*paths, *length, *settings], "toy", str(example / "config"))
     return metrics_of(folder)
 
 
