@@ -1,6 +1,7 @@
 """The package's files and their syntax trees, for the architecture tests."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -11,6 +12,7 @@ def python_files(*folders: Path) -> list[Path]:
     return sorted(path for folder in folders or (PACKAGE,) for path in folder.rglob("*.py"))
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 

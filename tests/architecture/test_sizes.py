@@ -1,6 +1,7 @@
 """Budgets that keep the package readable; each failure says what to do."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from source_tree import PACKAGE, ROOT, parse, python_files, relative
@@ -68,6 +69,7 @@ def next_file(file: Path, name: str) -> Path:
     return found
 
 
+@cache
 def walk_from_main_to_loss() -> list[Path]:
     files = [PACKAGE / "trainer/main_ppo.py"]
     for name in WALK:
