@@ -1,41 +1,130 @@
-"""Every policy loss through the actor's own update: the same for any micro-batches, with what the driver adds."""
+"""Every policy loss through the actor's own update: the same for any micro-batches, packing and number of ranks.
+
+A pass holds the whole mini-batch, or a single sequence, or, on two ranks, as many as fit a budget of tokens. The batch
+is as the driver makes it, after corrections that weight tokens and remove tokens and responses. The driver has also
+computed advantages by then, so that estimators see the whole batch for any number of ranks.
+"""
+
+import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
-from tiny_worker_models import RESPONSE, local_group, make_batch, parameters_of, policy_config, write_model
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+from tiny_worker_models import (
+    RESPONSE,
+    gradients_of,
+    local_group,
+    make_batch,
+    policy_config,
+    relative_error,
+    write_model,
+)
 
+from verl_like.algorithms.aggregation import LOSS_AGG_MODES
+from verl_like.algorithms.corrections import RolloutCorrectionConfig
+from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
-from verl_like.protocol import metric_values
+from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.planning.partition import rank_order
+
+MODE = "seq-mean-token-mean"  # the only one that every loss is defined for
+CASES = [*((loss, MODE) for loss in POLICY_LOSSES.file_names()), *(("vanilla", m) for m in LOSS_AGG_MODES if m != MODE)]
+OPTIONS = {"dro": {"dro_beta": 0.3}}
+ROWS = 16
+IN_ONE_PASS, SINGLE_ROWS, BY_TOKENS = {"micro": ROWS}, {"micro": 1}, {"budget": 24}
+CORRECTION = RolloutCorrectionConfig(
+    rollout_is="token", rollout_is_threshold=1.2, rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.6_1.6,0.3"
+)
+
+
+def config_of(model: str, loss: str, mode: str, layout: dict):
+    """Two mini-batches; the steps are so small that rounding in the first does not show in the second."""
+    options = {"loss_mode": loss} | OPTIONS.get(loss, {})
+    terms = {"entropy_coeff": 0.01, "use_kl_loss": True} if loss == "vanilla" else {}
+    return policy_config(
+        model, prompts=ROWS // 2, policy_loss=options, loss_agg_mode=mode, optim={"lr": 1e-7}, **terms, **layout
+    )
+
+
+def update(worker: ActorWorker, data: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, Metric]]:
+    """Gradients of the second mini-batch, and the metrics of both."""
+    gradients, output = gradients_of(worker, lambda: worker.update_actor(data))
+    return gradients, {name: m for name, m in output.meta_info["metrics"].items() if "perf/" not in name}
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("policy"))
-
-
-def updated(model_path, loss, **layout):
-    """Metrics and parameters after one update of two mini-batches, with weights, selected tokens and a teacher."""
-    options = {"loss_mode": loss} | ({"dro_beta": 0.3} if loss == "dro" else {})
-    config = policy_config(model_path, prompts=4, policy_loss=options, loss_agg_mode="seq-mean-token-mean", **layout)
-    actor, data = local_group(ActorWorker, config), make_batch()
+def folder(tmp_path_factory) -> Path:
+    """A model, and a batch with all that a loss may ask for."""
+    folder = tmp_path_factory.mktemp("policy_losses")
+    data = make_batch(ROWS)
     generator = torch.Generator().manual_seed(2)
-    shape = (len(data), RESPONSE)
-    data.batch["old_log_probs"] = actor.compute_log_prob(data).get().batch["old_log_probs"]
-    data.batch["old_log_probs"] += 0.3 * torch.randn(shape, generator=generator)
-    data.batch["rollout_is_weights"] = 2 * torch.rand(shape, generator=generator)
-    data.batch["selected_tokens"] = torch.rand(shape, generator=generator) < 0.5
-    data.batch["teacher_log_prob"] = -4 + torch.randn(shape, generator=generator)
-    metrics = metric_values(actor.update_actor(data).get().meta_info["metrics"])
-    return {name: value for name, value in metrics.items() if "perf/" not in name}, parameters_of(actor.workers[0])
+
+    def draw() -> torch.Tensor:
+        return torch.randn(len(data), RESPONSE, generator=generator)
+
+    actor, columns = local_group(ActorWorker, policy_config(write_model(folder / "model"))), data.batch
+    columns["old_log_probs"] = actor.compute_log_prob(data).get().batch["old_log_probs"] + 0.3 * draw()
+    columns["rollout_log_probs"] = columns["old_log_probs"] + 0.4 * draw()
+    columns["teacher_log_prob"] = -4 + draw()
+    columns["selected_tokens"] = draw() < 0
+    sampled = columns["response_mask"]
+    columns["rollout_is_weights"], kept, _ = compute_rollout_correction_and_rejection_mask(
+        columns["old_log_probs"], columns["rollout_log_probs"], sampled, CORRECTION
+    )
+    columns["response_mask"] = kept
+    lost = sampled.sum(-1) - kept.sum(-1)
+    assert (kept.sum(-1) == 0).any() and ((lost > 0) & (kept.sum(-1) > 0)).any()  # of whole responses, and of parts
+    save_file(dict(columns.items()), folder / "batch")
+    return folder
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES.file_names())
-def test_an_update_is_the_same_for_any_micro_batches(loss, model_path):
-    metrics, parameters = updated(model_path, loss, micro=4)
-    assert metrics["actor/grad_norm"] > 0
-    for layout in ({"micro": 1}, {"budget": 25}):
-        other_metrics, other_parameters = updated(model_path, loss, **layout)
-        assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-        for name, value in parameters.items():
-            torch.testing.assert_close(other_parameters[name], value, rtol=0, atol=1e-4)
+def read_batch(folder: Path) -> DataProto:
+    return DataProto.from_dict(tensors=load_file(folder / "batch"))
+
+
+def train_on_rank(rank: int, port: int, path: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    torch.set_num_threads(1)
+    folder = Path(path)
+    ordered = read_batch(folder).select_idxs(rank_order(ROWS, mini_batch_rows=ROWS // 2, world_size=2))
+    half = ordered.select_idxs(range(ROWS // 2 * rank, ROWS // 2 * (rank + 1)))
+    for loss, mode in CASES:
+        worker = ActorWorker(config_of(str(folder / "model"), loss, mode, BY_TOKENS))
+        worker.init_model()
+        gradients, metrics = update(worker, half)
+        save_file(gradients, folder / f"{loss} {mode} gradients {rank}")
+        values = {name: (m.value, m.reduction, m.weight) for name, m in metrics.items()}
+        (folder / f"{loss} {mode} metrics {rank}").write_text(json.dumps(values))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Path:
+    """The folder, with what two ranks computed."""
+    holder, port = reserve_port()
+    with holder:
+        multiprocessing.spawn(train_on_rank, (port, str(folder)), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize(("loss", "mode"), CASES)
+def test_an_update_is_the_same_for_any_micro_batches_packing_and_number_of_ranks(two_ranks, loss, mode):
+    def on_one_rank(layout: dict) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        worker = local_group(ActorWorker, config_of(str(two_ranks / "model"), loss, mode, layout)).workers[0]
+        gradients, metrics = update(worker, read_batch(two_ranks))
+        return gradients, metric_values(metrics)
+
+    gradients, metrics = on_one_rank(IN_ONE_PASS)
+    assert metrics["actor/grad_norm"] > 0 and metrics["actor/pg_loss"] != 0
+    parts = [json.loads((two_ranks / f"{loss} {mode} metrics {rank}").read_text()) for rank in (0, 1)]
+    merged = merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts])
+    on_two_ranks = load_file(two_ranks / f"{loss} {mode} gradients 0"), metric_values(merged)
+    for other_gradients, other_metrics in (on_one_rank(SINGLE_ROWS), on_two_ranks):
+        assert relative_error(other_gradients, gradients) < 1e-5
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
