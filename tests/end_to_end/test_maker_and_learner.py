@@ -70,7 +70,7 @@ def test_a_maker_makes_the_same_experience_of_the_same_prompts_and_weights(
     """A validation in between changes nothing."""
     val_prompts = prompts_of(trainer, 2)
     val_prompts.meta_info["validate"] = True
-    batch, scores_B, _ = trainer.maker.validate(val_prompts)
+    batch, scores_B, _ = trainer.maker.generate_and_score(val_prompts, num_samples=1)
     assert len(batch) == len(scores_B) == 4
     again = trainer.maker.make(prompts_of(trainer, 1))
     assert deep_equal(dict(again.batch.batch.items()), dict(experience.batch.batch.items()))

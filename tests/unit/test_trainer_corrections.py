@@ -60,7 +60,7 @@ def experience(select_tokens: Any = None, **correction: Any) -> Experience:
         overlong_buffer=OverlongBufferConfig(),
         algorithm=AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config),
         estimator=get_adv_estimator_fn("grpo"), select_tokens=select_tokens, kl_controller=FixedKLController(0.0),
-        model_cost=ModelCost(1.0, 0.0, ()), num_samples=2, num_val_samples=1, balance=False,
+        model_cost=ModelCost(1.0, 0.0, ()), num_samples=2, balance=False,
         timer=lambda phase: contextlib.nullcontext(),
     )  # fmt: skip
     prompts = DataProto.from_dict(

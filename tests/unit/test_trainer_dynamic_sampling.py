@@ -12,7 +12,6 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.trainer.config import ConfigError, load_ppo_config
 from verl_like.trainer.config.schema import AlgorithmConfig
 from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_inputs import check_estimator
 from verl_like.trainer.scoring import groups_differ, scores_by_reward
 
 NAN = float("nan")
@@ -58,7 +57,7 @@ class ScriptedMaker(ExperienceMaker):
 
 def maker(estimator=compute_grpo_outcome_advantage, **algorithm):
     others = "rollout actor reference teacher critic reward_model annotators val_annotators rule_scorer overlong_buffer"
-    others += " kl_controller model_cost num_val_samples balance timer select_tokens"
+    others += " kl_controller model_cost balance timer select_tokens"
     return ScriptedMaker(
         **dict.fromkeys(others.split()),
         algorithm=AlgorithmConfig(**algorithm),
@@ -177,11 +176,9 @@ def test_options_that_cannot_work_are_refused(overrides, why):
 
 
 def test_an_estimator_is_refused_that_would_not_see_a_penalty():
-    def check(name, **changes):
-        config = load_ppo_config([*REQUIRED, "critic.enable=false", "algorithm.adv_estimator=grpo"])
-        check_estimator(config.model_copy(update={"algorithm": AlgorithmConfig(adv_estimator=name, **changes)}))
-
-    check("gdpo", use_kl_in_reward=False)
-    check("grpo", use_kl_in_reward=True)
-    with pytest.raises(ValueError, match=r"gdpo reads each reward by itself.*penalty of algorithm\.use_kl_in_reward"):
-        check("gdpo", use_kl_in_reward=True)
+    of_the_sum, of_each = (["critic.enable=false", f"algorithm.adv_estimator={name}"] for name in ("grpo", "gdpo"))
+    of_each.append("algorithm.gdpo_reward_keys=[rule_scores]")
+    load_ppo_config([*REQUIRED, *of_each])
+    load_ppo_config([*REQUIRED, *of_the_sum, "algorithm.use_kl_in_reward=true"])
+    with pytest.raises(ConfigError, match=r"gdpo reads each reward by itself.*penalty of algorithm\.use_kl_in_reward"):
+        load_ppo_config([*REQUIRED, *of_each, "algorithm.use_kl_in_reward=true"])

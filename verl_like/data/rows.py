@@ -98,12 +98,8 @@ def _check_record(record: Any, file: str, index: int, prompt_key: str, reward_fn
     if not isinstance(reward_model, dict):
         raise _bad_row(place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}')
     if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
-        raise _bad_row(
-            place,
-            "field reward_model['ground_truth']",
-            None,
-            'the right answer (or "style": "model" in reward_model)',
-        )
+        expected = 'the right answer (or "style": "model" in reward_model)'
+        raise _bad_row(place, "field reward_model['ground_truth']", None, expected)
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise _bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")

@@ -15,7 +15,7 @@ from verl_like.rewards.registry import get_reward_fn
 
 
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
-    """The default reward function: hands the sample to the reward that is registered for its data source."""
+    """The default reward function: calls the reward that is registered for the sample's data source."""
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 

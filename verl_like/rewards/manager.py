@@ -40,9 +40,7 @@ class RewardResult:
 
     scores: np.ndarray  # (B,) float32; 0 where skipped, and where on_error="score" replaced a failure
     skipped: np.ndarray  # (B,) bool: the function returned None, or failed under on_error="skip"
-    extra: dict[
-        str, np.ndarray
-    ]  # (B,) float64 (NaN where missing) if all are numbers, else object (None where missing)
+    extra: dict[str, np.ndarray]  # (B,) float64, NaN where missing, if all are numbers; else object, None where missing
     num_errors: int  # samples whose function raised, died or returned something unusable
     num_timeouts: int  # samples that had no answer within timeout_s; not counted in num_errors
     ran: list[tuple[int, float, float]]  # (process id, start, end) of each sample that had an answer, by time.time()
@@ -66,10 +64,10 @@ class _Answer:
 class RewardManager:
     """Runs one reward function in `num_workers` processes that load it once.
 
-    Each process scores one sample at a time, and a thread waits for it, so a failure affects that sample only. A
-    process that takes longer than `timeout_s` is killed and replaced; one that dies is replaced. `on_error` says what
-    happens to the sample: "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. A
-    process that dies while it loads the function or is idle is replaced, and no sample is lost.
+    Each process scores one sample at a time, so a failure affects that sample only. A process that takes longer than
+    `timeout_s` is killed; a process that died is replaced. `on_error` says what happens to the sample: "fail" raises
+    `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. No sample is lost with a process that
+    dies while it loads the function or is idle.
 
     Raises:
         ValueError: the function cannot be loaded.
@@ -125,7 +123,7 @@ class RewardManager:
         return pending
 
     def expect(self, num_samples: int) -> "PendingRewards":
-        """A place for `num_samples` samples that are submitted later, in any order (`PendingRewards.submit`)."""
+        """The future results of `num_samples` samples, which are submitted later, in any order."""
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
@@ -159,7 +157,7 @@ class RewardManager:
         return future
 
     def _score(self, sample: RewardSample) -> _Answer:
-        """Runs in a thread of its own; raises RewardError if no process can be started any more."""
+        """Runs in a thread; raises RewardError if no process can be started any more."""
         process = self._free.get_nowait()  # there are as many as threads
         try:
             self._begin(process, sample)
@@ -226,8 +224,8 @@ class PendingRewards:
         """Waits for all samples, at most as long as it takes if every one of them hangs.
 
         Raises:
-            RewardError: under on_error="fail", the first sample in order that could not be scored; under any, when no
-                process can be started any more, or samples are missing at the deadline.
+            RewardError: under on_error="fail", for the first sample in order that could not be scored; under any, if no
+                process can be started any more or the deadline passes.
         """
         manager = self._manager
         answers = []

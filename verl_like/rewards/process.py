@@ -69,7 +69,7 @@ class RewardProcess:
             raise ValueError(problem)
 
     def begin(self, *arguments: Any) -> None:
-        """Starts the process if needed and hands it a sample (the arguments of `score_sample`); returns when it begins.
+        """Starts the process if needed and sends it a sample (the arguments of `score_sample`); returns when it begins.
 
         Raises:
             ProcessDied: it ended before it began, so the sample is not the cause.

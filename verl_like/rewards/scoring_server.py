@@ -108,9 +108,8 @@ def check_result(result: Any) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            return _bad_return(
-                result, f"extra {key!r} of type {type(value).__name__}, which is no JSON value ({error})"
-            )
+            found = f"extra {key!r} of type {type(value).__name__}, which is no JSON value ({error})"
+            return _bad_return(result, found)
     return {"score": float(score), "extra": extra}
 
 

@@ -14,7 +14,7 @@ from verl_like.workers.planning.partition import balanced_rank_order, rank_order
 
 @dataclass(frozen=True)
 class RowWork:
-    """Lengths and work of the (B,) rows of a batch; rows are shared out by work if `balance`."""
+    """Lengths and work of the (B,) rows of a batch; ranks get equal work if `balance`."""
 
     tokens_B: np.ndarray
     """Tokens of prompt and response."""
@@ -32,11 +32,11 @@ class RowWork:
         return method.remote(self.ordered(batch, method, mini_batch_rows))
 
     def ordered(self, batch: DataProto, method: BoundMethod, mini_batch_rows: int | None = None) -> DataProto | Ordered:
-        """The batch as the ranks of a group's method should get it.
+        """The batch in the order in which the ranks of a method get it.
 
-        With `mini_batch_rows` (an update) mini-batch i is rows i * mini_batch_rows to (i + 1) * mini_batch_rows of the
-        batch, an equal share of them on every rank, for any number of ranks. Without, the batch is one such mini-batch;
-        it stays as it is where its rows do not divide by the ranks.
+        Mini-batch i of an update is rows i * mini_batch_rows to (i + 1) * mini_batch_rows of the batch, an equal share
+        on each of any number of ranks. Without `mini_batch_rows` the batch is one mini-batch, whose rows need not
+        divide by the ranks: then it stays as it is.
         """
         num_ranks = data_parallel_size(method)
         if num_ranks is None or (mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
@@ -50,10 +50,10 @@ class RowWork:
         return rank_order(len(self.flops_B), mini_batch_rows, num_ranks)
 
     def metrics(self, method: BoundMethod, mini_batch_rows: int) -> dict[str, Metric]:
-        """How unevenly an update's ranks are loaded, before and after balancing.
+        """How even the work of an update's ranks is, before and after balancing.
 
-        `global_seqlen/*`: tokens of a rank. `perf/imbalance/*`: the time of an update over that of one whose ranks have
-        equal work in each mini-batch, by FLOPs; 1 is even.
+        `global_seqlen/*`: tokens of a rank. `perf/imbalance/*`: FLOPs of each mini-batch's busiest rank over those of
+        its mean rank, both summed; 1 is even.
         """
         num_ranks = data_parallel_size(method)
         assert num_ranks is not None

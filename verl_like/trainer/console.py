@@ -1,7 +1,6 @@
 """What a person sees of a run: the placement table, a progress bar, one line a step, sampled generations."""
 
 import math
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,10 +32,10 @@ class RunConsole:
     def say(self, text: str) -> None:
         self.console.print(escape(text))
 
-    def show_placement(self, rows: list[dict[str, str]]) -> None:
-        table = Table(*rows[0], title="Placement", title_justify="left")
+    def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
+        table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
-            table.add_row(*row.values())
+            table.add_row(*map(escape, row.values()))
         self.console.print(table)
 
     def start_training(self, total_steps: int) -> None:
@@ -50,28 +49,20 @@ class RunConsole:
             value = next((metrics[name] for name in names if name in metrics), math.nan)
             if not math.isnan(value):
                 shown.append(f"{label} {template.format(value)}")
+        total = metrics["timing_s/step"]
         times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in self.display.phases}
-        noticeable = 0.02 * metrics["timing_s/step"]
-        seconds = [f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > noticeable]
+        seconds = [f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > 0.02 * total]
         validation = [f"[bold]{name} {value:.3f}[/]" for name, value in metrics.items() if name.startswith("val-core/")]
-        width = len(str(total_steps))
-        timing = f"[dim]{metrics['timing_s/step']:.2f} s: {', '.join(seconds)}[/]"
-        line = [f"[bold cyan]step {step:>{width}}/{total_steps}[/]", *shown, timing, *validation]
-        self.progress.console.print("  ".join(line))
+        start = f"[bold cyan]step {step:>{len(str(total_steps))}}/{total_steps}[/]"
+        line = [start, *shown, f"[dim]{total:.2f} s: {', '.join(seconds)}[/]", *validation]
+        self.console.print("  ".join(line))
         self.progress.update(self.task, completed=step)
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """The line of a validation that belongs to no training step."""
+        """The lines of a validation before the first training step."""
         for name, value in metrics.items():
             if name.startswith("val-core/"):
-                self.progress.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{name} {value:.3f}[/]")
-
-    def show_generations(self, step: int, generations: list[dict[str, Any]]) -> None:
-        names = [name for name in generations[0] if name != "step"]
-        table = Table(*names, title=f"Generations at step {step}", title_justify="left")
-        for row in generations:
-            table.add_row(*(escape(str(row[name])) for name in names))
-        self.progress.console.print(table)
+                self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{name} {value:.3f}[/]")
 
     def close(self) -> None:
         self.progress.stop()

@@ -20,6 +20,9 @@ from verl_like.trainer.config.schema import AlgorithmConfig, OverlongBufferConfi
 from verl_like.trainer.scoring import PendingScores, RuleScorer, groups_differ, scores_by_reward, total_scores
 from verl_like.workers.planning.flops import ModelCost
 
+Generated = tuple[DataProto, PendingScores | None, dict[str, Metric]]
+"""(B * n,) rows of prompts with responses; their rule scores, None where none are pending; metrics."""
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -45,8 +48,7 @@ class Weights:
 class ExperienceMaker:
     """Generates responses, scores them and computes advantages. A subclass changes a phase by overriding its method.
 
-    Prompts and weights come in, experience goes out; nothing is shared with the learner. The state is the coefficient
-    of `kl_controller`.
+    It shares no state with the learner. Its own state is the coefficient of `kl_controller`.
     """
 
     rollout: WorkerGroup
@@ -59,7 +61,7 @@ class ExperienceMaker:
     annotators: Sequence[WorkerGroup]
     """The groups of custom roles."""
     val_annotators: Sequence[WorkerGroup]
-    """Those of them that write reward columns; validation asks them too."""
+    """Those of them that write reward columns; validation calls them too."""
     rule_scorer: RuleScorer | None
     reward_columns: Mapping[str, float]
     """The columns whose weighted sum is the reward."""
@@ -67,12 +69,11 @@ class ExperienceMaker:
     algorithm: AlgorithmConfig
     estimator: Algorithm
     select_tokens: Callable[..., torch.Tensor] | None
-    """Picks tokens of the whole batch for a policy loss that asks for `selected_tokens`."""
+    """Picks tokens of the whole batch for a policy loss that needs `selected_tokens`."""
     kl_controller: KLController
     model_cost: ModelCost
     num_samples: int
     """Responses to each prompt in training."""
-    num_val_samples: int
     balance: bool
     """Whether ranks get equal work instead of their rows as they come."""
     timer: Callable[[str], AbstractContextManager[None]]
@@ -115,18 +116,14 @@ class ExperienceMaker:
             batch, work, merge_metrics([generation_metrics, scoring_metrics, reward_metrics, correction_metrics])
         )
 
-    def validate(self, prompts: DataProto) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
-        """Responses to (B,) prompts, drawn as `rollout.val_kwargs` says; meta `validate` is True.
-
-        Returns:
-            (B * n,) rows with their reward columns; the reward of each row, 0 where it was skipped; metrics.
-        """
-        return self.generate_and_score(prompts, self.num_val_samples)
-
     def generate_and_score(
         self, prompts: DataProto, num_samples: int
     ) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
-        """Responses that are not trained on, and their rewards; returns what `validate` does."""
+        """Responses to (B,) prompts that are not trained on, as in validation (meta `validate`).
+
+        Returns:
+            (B * num_samples,) rows with their reward columns; the reward of each, 0 where it was skipped; metrics.
+        """
         batch, scores, generation_metrics = self.generate(prompts, num_samples)
         pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
         pending += [group.annotate.remote(batch) for group in self.val_annotators]
@@ -140,40 +137,16 @@ class ExperienceMaker:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
         self.rollout.load_weights(weights.exported, version=weights.version)
 
-    def sample(
-        self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None
-    ) -> tuple[DataProto, PendingScores | None, dict[str, Metric]]:
-        """The responses to train on: what `generate` returns, without scores where the rules have scored already."""
+    def sample(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None) -> Generated:
+        """The responses to train on, as `generate` returns them, or with their rule rewards after dynamic sampling.
+
+        Dynamic sampling (DAPO, arXiv:2503.14476) keeps only prompts whose responses differ in the metric. It generates
+        for further prompts until there are as many of these as `prompts`, at most `max_num_gen_batches` times; what is
+        missing then is filled with the first prompts that were dropped.
+        """
         if not self.algorithm.filter_groups.enable:
             return self.generate_with_baselines(prompts)
         assert more_prompts, "dynamic sampling replaces prompts by others"
-        return self.generate_differing(prompts, more_prompts)
-
-    def generate_with_baselines(self, prompts: DataProto) -> tuple[DataProto, PendingScores | None, dict[str, Metric]]:
-        """What `generate` returns, with the column `reward_baselines` where the estimator needs it."""
-        if "reward_baselines" not in required_inputs(self.estimator):
-            return self.generate(prompts, self.num_samples)
-        greedy = prompts.select()
-        greedy.meta_info = prompts.meta_info | {"greedy": True}
-        answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
-        # NaN: without a greedy reward there is no baseline.
-        rewards_B = rewards_B.masked_fill(answered.batch.get("is_skipped", torch.tensor(False)), torch.nan)
-        batch, scores, metrics = self.generate(prompts, self.num_samples)
-        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(self.num_samples)
-        return batch, scores, metrics
-
-    def generate_differing(
-        self, prompts: DataProto, more_prompts: Callable[[], DataProto]
-    ) -> tuple[DataProto, None, dict[str, Metric]]:
-        """Dynamic sampling (DAPO, arXiv 2503.14476): only prompts whose responses differ in the metric are trained on.
-
-        Generates for further prompts until there are as many of these as `prompts`, at most `max_num_gen_batches`
-        times; what is missing then is filled with the first prompts that were dropped. A batch depends on nothing but
-        the prompts and the weights.
-
-        Returns:
-            (B * n,) rows with their rule rewards; None; metrics.
-        """
         options, num_rows, meta_info = self.algorithm.filter_groups, len(prompts) * self.num_samples, prompts.meta_info
         differing: list[DataProto] = []
         equal: list[DataProto] = []
@@ -200,9 +173,20 @@ class ExperienceMaker:
         }
         return batch, None, merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
 
-    def generate(
-        self, prompts: DataProto, num_samples: int
-    ) -> tuple[DataProto, PendingScores | None, dict[str, Metric]]:
+    def generate_with_baselines(self, prompts: DataProto) -> Generated:
+        """What `generate` returns, with the column `reward_baselines` where the estimator needs it."""
+        if "reward_baselines" not in required_inputs(self.estimator):
+            return self.generate(prompts, self.num_samples)
+        greedy = prompts.select()
+        greedy.meta_info = prompts.meta_info | {"greedy": True}
+        answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
+        # NaN: without a greedy reward there is no baseline.
+        rewards_B = rewards_B.masked_fill(answered.batch.get("is_skipped", torch.tensor(False)), torch.nan)
+        batch, scores, metrics = self.generate(prompts, self.num_samples)
+        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(self.num_samples)
+        return batch, scores, metrics
+
+    def generate(self, prompts: DataProto, num_samples: int) -> Generated:
         """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
 
         Rules already score responses that are complete while others are still generated.
@@ -297,7 +281,7 @@ class ExperienceMaker:
     def narrow(self, batch: DataProto, kept_BR: torch.Tensor) -> None:
         """Leaves only `kept_BR` in `response_mask`, which the losses read, and picks tokens for the policy loss.
 
-        Advantages are computed before, so that a response counts in its group and keeps the reward on its last token;
+        It follows the advantages, for which every response counts in its group and has the reward on its last token.
         `sampled_mask` keeps what was sampled.
         """
         columns = batch.batch

@@ -24,9 +24,9 @@ class Update:
 
 @dataclass(kw_only=True)
 class Learner:
-    """Trains the actor and the critic on experience from any maker.
+    """Trains the actor and the critic on experience from any maker, with which it shares no state.
 
-    Each `learn` is one training step; `version` counts them and numbers the weights. Nothing is shared with makers.
+    Each `learn` is one training step; `version` counts them and numbers the weights.
     """
 
     actor: WorkerGroup
@@ -41,8 +41,8 @@ class Learner:
     def learn(self, experience: Experience) -> Update:
         """Submits the updates on experience of one or more mini-batches; returns at once.
 
-        Actor and critic train at the same time on pools of their own, one after the other on a shared one. Further
-        experience may be given while an update runs, as it comes; it is learned from in that order.
+        Actor and critic train at the same time on separate pools, one after the other on a shared one. Experience that
+        is given while an update runs is learned from afterwards, in order.
 
         Raises:
             ValueError: the rows do not divide into mini-batches, or those by the ranks.
@@ -64,7 +64,7 @@ class Learner:
         return experience.work.metrics(self.actor.update_actor, self.actor_mini_batch_rows)
 
     def save(self, folder: Path, *, with_checkpoint: bool) -> None:
-        """Writes the models in Hugging Face format, and if asked for what training needs to go on."""
+        """Writes the models in Hugging Face format, and with a checkpoint the state that training needs to continue."""
         trained = {Role.Actor: self.actor} | ({Role.Critic: self.critic} if self.critic else {})
         for role, group in trained.items():
             group.save_hf(str(folder / role / "huggingface"))

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     try:
         command = "python -m verl_like.trainer.main_ppo"
         config = config_from_command_line(PPOConfig, broken_rules, sys.argv[1:], command, USAGE)
-        # On a GPU an import may start CUDA, of which there are no forks.
+        # On a GPU an import may start CUDA, which a fork cannot use.
         template = worker_template.start(WORKERS) if config.trainer.device == "cpu" else None
         from verl_like.trainer.run_ppo import run_ppo  # torch, Ray and vLLM load only for a configuration that can run
 

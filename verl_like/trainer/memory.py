@@ -1,8 +1,7 @@
 """How much memory a run takes on a GPU: a sum for each phase, made before anything starts.
 
 Weights, Adam, gradients and the engine's share are exact. Activations are an upper estimate: the tensors that autograd
-saves in a layer were counted for Llama and Qwen3, and doubled for temporary tensors. OVERHEAD and ASLEEP
-are assumptions.
+saves in a layer of Llama and Qwen3, doubled for temporary tensors. OVERHEAD and ASLEEP are assumptions.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.roles import Role, process_groups
+from verl_like.trainer.roles import Role
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
@@ -120,10 +119,9 @@ class TrainingRole:
         return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
 
     def gradients(self) -> float:
-        """Float32 gradients that micro-batches add up in, and what the optimizer reads them from.
+        """The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads.
 
-        In the last backward pass a whole model's gathered layers are freed as their gradients get the latter: there
-        are never both.
+        A model that is gathered whole frees its layers while it makes the copy, which then takes no further memory.
         """
         if not isinstance(self.fsdp, TrainedFsdpConfig):
             return 0.0
@@ -132,17 +130,17 @@ class TrainingRole:
         return summed if whole or self.fsdp.model_dtype == "float32" else summed + self.stored
 
     def gathered(self) -> float:
-        """Parameters in the computing data type: all, or the outermost ones, a layer, the next one and its buffer."""
+        """Parameters in the computing data type: all, or the outer ones, a layer, the next layer and its buffer."""
         itemsize = getattr(torch, self.fsdp.dtype).itemsize
         if self.shards == 1 or not self.fsdp.reshard_after_forward:
             return self.size.parameters * itemsize
         return min(self.size.parameters, self.size.outer + 3 * self.size.layer) * itemsize
 
     def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
-        """During a pass, beside what is there at rest; see `activations_per_token`."""
+        """During a pass, in addition to `at_rest`; see `activations_per_token`."""
         itemsize, trained = getattr(torch, self.fsdp.dtype).itemsize, isinstance(self.fsdp, TrainedFsdpConfig)
         tokens = self.passes.tokens if self.passes.by_tokens else self.passes.rows * sequence_length
-        scored = min(tokens, tokens * response_length / sequence_length if not self.passes.by_tokens else tokens)
+        scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
         layer = activations_per_token(self.size) * itemsize * tokens
         kept = 0.0
         if trained and isinstance(self.model, TrainedModelConfig):
@@ -179,7 +177,7 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
         roles.append(
             (Role.RefPolicy, policy_size, policy.model, policy.ref.fsdp_config, log_prob_micro_batching(policy.ref))
         )
-    if config.needs_teacher:
+    if config.needs_teacher and policy.teacher_model:
         size = ModelSize.of(policy.teacher_model, "actor_rollout_ref.actor.policy_loss.teacher", AutoModelForCausalLM)
         passes = log_prob_micro_batching(policy.ref)
         roles.append((Role.Teacher, size, policy.teacher_model, policy.ref.fsdp_config, passes))
@@ -212,25 +210,18 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
     """The phases of a step on one GPU of each pool, whose memory is `device_bytes`."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     sequence, response = data.max_prompt_length + data.max_response_length, data.max_response_length
-    by_name = {role.name: role for role in training_roles(config)}
-    groups = process_groups({role: config.role_mapping[role] for role in config.active_roles})
-    engine_pool = config.role_mapping[Role.Rollout]
-    engine = {"engine's share": rollout.gpu_memory_utilization * device_bytes}
-    asleep = {"sleeping engine*": ASLEEP}
+    built_in = training_roles(config)
+    engine, asleep = {"engine's share": rollout.gpu_memory_utilization * device_bytes}, {"sleeping engine*": ASLEEP}
     if rollout.name == "hf":  # has a whole model, reserves nothing, and sleeps in host memory
-        parameters = by_name[Role.Actor].size.parameters
+        parameters = built_in[0].size.parameters  # of the actor
         engine, asleep = {"engine's weights": parameters * getattr(torch, rollout.dtype).itemsize}, {}
     phases = []
-    for pool in dict.fromkeys(pool for pool, _ in groups):
-        roles = [
-            by_name[name] for group_pool, names in groups if group_pool == pool for name in names if name in by_name
-        ]
-        rest: dict[str, float] = {}
-        for role in roles:
-            rest |= role.at_rest()
+    for pool in dict.fromkeys(config.role_mapping[role] for role in config.active_roles):
+        roles = [role for role in built_in if config.role_mapping[role.name] == pool]
+        rest = {part: size for role in roles for part, size in role.at_rest().items()}
         overhead = {"overhead*": OVERHEAD} if roles else {}
-        beside = {}
-        if pool == engine_pool:
+        beside: dict[str, float] = {}
+        if pool == config.role_mapping[Role.Rollout]:
             phases.append(Phase(pool, "generation", rest | engine | overhead))
             beside = asleep if rollout.free_cache_engine else engine
         for role in roles:
@@ -258,9 +249,9 @@ def require_memory(config: PPOConfig, device_bytes: float) -> str:
                 "actor_rollout_ref.rollout.gpu_memory_utilization, or set param_offload and optimizer_offload of an "
                 "fsdp_config (docs/memory.md has the sums)."
             )
-    largest = {phase.pool: max((p for p in phases if p.pool == phase.pool), key=lambda p: p.total) for phase in phases}
     lines = [f"Memory of a GPU at most, of {device_bytes / GB:.1f} GB (* estimated):"]
-    for phase in largest.values():
-        over = " - may not fit: smaller micro-batches or offload may be needed" if phase.total > device_bytes else ""
-        lines.append(f"  {phase}{over}")
+    for pool in dict.fromkeys(phase.pool for phase in phases):
+        largest = max((phase for phase in phases if phase.pool == pool), key=lambda phase: phase.total)
+        over = " - may not fit: smaller micro-batches or offload may be needed" if largest.total > device_bytes else ""
+        lines.append(f"  {largest}{over}")
     return "\n".join(lines)

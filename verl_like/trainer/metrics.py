@@ -8,7 +8,7 @@ import torch
 
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
-from verl_like.trainer.scoring import EXTRA_PREFIX
+from verl_like.trainer.scoring import extra_numbers
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> dict[str, Metric]:
@@ -50,28 +50,21 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
 @dataclass(frozen=True)
 class ValidationSample:
-    """One response of a validation: its "reward", 0 if it was skipped, and what the reward function added to it."""
+    """One response of a validation."""
 
     data_source: str
     prompt_id: str
     values: dict[str, float]
+    """"reward", 0 if it was skipped, and the numbers that the reward function added to it."""
 
 
 def validation_samples(batch: DataProto, scores_B: torch.Tensor) -> list[ValidationSample]:
-    """The reward of each response (0 where it was skipped) and the numbers that the reward function added to it."""
-    columns = batch.non_tensor_batch
-    added = {
-        name: values for name, values in columns.items() if name.startswith(EXTRA_PREFIX) and values.dtype != object
-    }
-    return [
-        ValidationSample(
-            data_source=columns["data_source"][i],
-            prompt_id=columns["uid"][i],
-            values={"reward": score}
-            | {name.removeprefix(EXTRA_PREFIX): float(v[i]) for name, v in added.items() if not np.isnan(v[i])},
-        )
-        for i, score in enumerate(scores_B.tolist())
-    ]
+    """The (B,) responses of a validation, whose rewards are `scores_B`."""
+    columns, numbers, samples = batch.non_tensor_batch, extra_numbers(batch), []
+    for i, score in enumerate(scores_B.tolist()):
+        added = {name: float(values[i]) for name, values in numbers.items() if not np.isnan(values[i])}
+        samples.append(ValidationSample(columns["data_source"][i], columns["uid"][i], {"reward": score} | added))
+    return samples
 
 
 def validation_metrics(samples: list[ValidationSample]) -> dict[str, float]:
@@ -121,14 +114,12 @@ def _drift(rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR
     rollout, actor = rollout_log_probs[mask_BR].exp(), old_log_probs[mask_BR].exp()
     if rollout.numel() < 2:
         return {}
-    difference = (rollout - actor).abs()
+    difference, correlation = (rollout - actor).abs(), torch.corrcoef(torch.stack([rollout, actor]))[0, 1]
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
     return {
         **{f"rollout_corr/{name}": Metric.mean(value) for name, value in off_policy.items()},
         "training/rollout_probs_diff_mean": _mean(difference),
         "training/rollout_probs_diff_max": Metric.max(difference.max().item()),
         "training/rollout_probs_diff_std": Metric.mean(difference.std().item()),
-        "training/rollout_actor_probs_pearson_corr": Metric.mean(
-            torch.corrcoef(torch.stack([rollout, actor]))[0, 1].item()
-        ),
+        "training/rollout_actor_probs_pearson_corr": Metric.mean(correlation.item()),
     }

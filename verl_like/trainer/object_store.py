@@ -9,49 +9,45 @@ from transformers import AutoModelForCausalLM
 
 from verl_like.protocol.columns import COLUMNS
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.workers.models.pretrained import load_hf_config
+from verl_like.trainer.memory import ModelSize
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
-    """The most bytes that lie in the object store at the end of a step, by what they are.
+    """The most bytes in the object store at the end of a step, by what they are.
 
-    Every column that the run makes, once as its worker returned it and once as the driver passes it on, and the
-    exported weights.
+    Every column is there twice, as its worker returned it and as the driver passes it on.
     """
     data = config.data
     length = {"P": data.max_prompt_length, "R": data.max_response_length}
     length |= {"T": length["P"] + length["R"], "B": 1}
     size = {"int64": 8, "float32": 4, "bool": 1}
-    calls = {"compute_values": config.needs_critic, "compute_ref_log_prob": config.needs_reference}
-    calls |= {"compute_log_prob": config.needs_old_log_probs, "compute_rm_score": config.reward_model.enable}
     correction, loss_needs = config.algorithm.rollout_correction, config.loss_needs
-    calls |= {
+    is_made = {
+        "compute_values": config.needs_critic,
+        "compute_ref_log_prob": config.needs_reference,
+        "compute_log_prob": config.needs_old_log_probs,
+        "compute_rm_score": config.reward_model.enable,
         "compute_log_prob, for the estimator": "sum_pi_squared" in config.estimator_needs,
         "driver, by rollout_is": bool(correction.rollout_is),
         "driver, by rollout_rs": bool(correction.rollout_rs),
         "driver, by the policy loss": "selected_tokens" in loss_needs,
         "compute_teacher_log_prob, or a custom role": "teacher_log_prob" in loss_needs,
     }
-    made = [column for column in COLUMNS.values() if column.kind == "tensor" and calls.get(column.writer, True)]
-    row = sum(size[column.dtype] * length[column.dims[-1]] for column in made)
-    rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
-    policy = config.actor_rollout_ref.model
-    with torch.device("meta"):  # without memory for it
-        model = AutoModelForCausalLM.from_config(
-            load_hf_config(policy, key="actor_rollout_ref.model"), trust_remote_code=policy.trust_remote_code
-        )
-    dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
+    made = [column for column in COLUMNS.values() if column.kind == "tensor" and is_made.get(column.writer, True)]
+    row_bytes = sum(size[column.dtype] * length[column.dims[-1]] for column in made)
+    num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
+    model = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", AutoModelForCausalLM)
+    dtype = config.actor_rollout_ref.rollout.dtype
     return {
-        f"2 * {rows} rows of at most {row:,} bytes": 2 * rows * row,
-        f"weights of the policy, {config.actor_rollout_ref.rollout.dtype}": model.num_parameters() * dtype.itemsize,
+        f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes,
+        f"weights of the policy, {dtype}": model.parameters * getattr(torch, dtype).itemsize,
     }
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
     """A warning, or None; raises ValueError with the sum if `needed`, bytes by what they are, does not fit.
 
-    Ray's store is as large as Ray itself makes it: a share of the memory, in /dev/shm if that has room for it, else in
-    a folder on disk.
+    Ray makes its store a share of the memory, in /dev/shm if that has room for it, else in a folder on disk.
     """
     size, shared = resolve_object_store_memory(estimate_available_memory()), get_shared_memory_bytes()
     folder = get_default_system_temp_dir()

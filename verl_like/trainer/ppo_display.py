@@ -1,7 +1,5 @@
 """What PPO shows of its metrics, its calls and its generations."""
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -58,7 +56,7 @@ PPO_DISPLAY = Display(
 
 def generation_of_row(
     row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Prompt, response, ground truth and score of one row of a validation batch."""
     mask = batch.batch["response_mask"][row].bool()
     return {

@@ -19,6 +19,7 @@ from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
+from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_actor
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory import require_memory
 from verl_like.trainer.object_store import check_object_store, step_bytes
@@ -57,11 +58,7 @@ class PPOInputs:
 
 
 def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
-    """Checks everything a user can get wrong and starts the reward processes, which `cleanup` stops.
-
-    Raises:
-        ValueError, RewardError: what is wrong, and what to do.
-    """
+    """Checks all input and starts the reward processes, which `cleanup` stops; raises ValueError or RewardError."""
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
     check_policy_loss(config, own_classes)
     check_environment(config)
@@ -107,22 +104,6 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
     return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
 
 
-def check_estimator(config: PPOConfig) -> None:
-    """Raises ValueError for an estimator that does not see a configured penalty."""
-    name = config.algorithm.adv_estimator
-    penalties = {
-        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
-        "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
-    }
-    if "token_level_rewards" not in config.estimator_needs and (
-        ignored := [key for key, is_on in penalties.items() if is_on]
-    ):
-        raise ValueError(
-            f"algorithm.adv_estimator={name} reads each reward by itself, not their sum, so it would not see the "
-            f"penalty of {', '.join(ignored)}: set it to false, or choose an estimator of the sum, such as grpo."
-        )
-
-
 def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]) -> None:
     """Raises ValueError where the policy loss is not defined for `loss_agg_mode`, or nothing writes what it needs."""
     actor = config.actor_rollout_ref.actor
@@ -144,7 +125,6 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
 
 def check_environment(config: PPOConfig) -> None:
     """Raises ValueError for a device, package, registered name or placement that this machine does not have."""
-    check_estimator(config)
     get_rollout_engine(config.actor_rollout_ref.rollout.name)
     address = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device == "cuda" and not address and not torch.cuda.is_available():
@@ -167,7 +147,8 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """The models of this run by their keys, the policy first."""
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
-    models |= {"actor_rollout_ref.actor.policy_loss.teacher": policy.teacher_model} if config.needs_teacher else {}
+    if config.needs_teacher and policy.teacher_model:
+        models["actor_rollout_ref.actor.policy_loss.teacher"] = policy.teacher_model
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
     return models | ({"reward_model.model": config.reward_model.model} if config.reward_model.enable else {})
 
@@ -226,17 +207,12 @@ def training_steps(config: PPOConfig, num_prompts: int) -> int:
 
 
 def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
-    """Fills in the number of steps where the configuration leaves it to the run.
-
-    Raises:
-        ValueError: the critic's warm-up leaves no step for the actor.
-    """
-    if 0 < steps <= config.trainer.critic_warmup:
-        raise ValueError(
-            f"trainer.critic_warmup={config.trainer.critic_warmup} is not less than the {steps} training steps of the "
-            "run: the actor would never be trained; lower it, or raise trainer.total_epochs."
-        )
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": steps})})
+    """Fills in the number of steps of the run; raises ValueError if the critic's warm-up leaves none for the actor."""
+    trainer = config.trainer.model_copy(update={"total_training_steps": steps})
+    config = config.model_copy(update={"trainer": trainer})
+    for problem in critic_warmup_leaves_steps_for_the_actor(config):
+        raise ValueError(problem)
+    return config
 
 
 def start_reward_manager(config: PPOConfig) -> RewardManager:

@@ -1,6 +1,6 @@
 """The PPO trainer: a maker and a learner on worker groups, and the loop around them."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
 
+@dataclass(eq=False)
 class RayPPOTrainer:
     """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, for every placement.
 
@@ -41,32 +42,21 @@ class RayPPOTrainer:
     `build_learner`.
     """
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        role_worker_mapping: dict[str, RayClassWithInitArgs],
-        resource_pool_manager: ResourcePoolManager,
-        train_dataset: PromptDataset,
-        val_dataset: PromptDataset,
-        rule_scorer: RuleScorer | None,
-        recorder: RunRecorder,
-        ray_worker_group_cls: Callable[..., RayWorkerGroup] = RayWorkerGroup,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
-        self.train_dataset = train_dataset
-        self.val_dataset = val_dataset
-        self.rule_scorer = rule_scorer
-        self.recorder = recorder
-        if rule_scorer:
-            rule_scorer.on_call = recorder.timeline.record
-        self.ray_worker_group_cls = ray_worker_group_cls
-        self.sampler = EpochSampler(
-            len(train_dataset), config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle
-        )
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    role_worker_mapping: dict[str, RayClassWithInitArgs]
+    resource_pool_manager: ResourcePoolManager | None
+    train_dataset: PromptDataset
+    val_dataset: PromptDataset
+    rule_scorer: RuleScorer | None
+    recorder: RunRecorder
+
+    def __post_init__(self) -> None:
+        if self.rule_scorer:
+            self.rule_scorer.on_call = self.recorder.timeline.record
+        data, trainer = self.config.data, self.config.trainer
+        num_prompts = len(self.train_dataset)
+        self.sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
         self.global_step = 0
         self.num_prompt_batches = 0
         """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
@@ -118,7 +108,6 @@ class RayPPOTrainer:
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
             model_cost=ModelCost.of(model),
             num_samples=config.actor_rollout_ref.rollout.n,
-            num_val_samples=config.actor_rollout_ref.rollout.val_kwargs.n,
             balance=config.trainer.balance_batch,
             timer=self.recorder.timer,
         )
@@ -139,7 +128,7 @@ class RayPPOTrainer:
         groups: dict[str, WorkerGroup] = {}
         roles_of_pools = process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping})
         for pool, roles in roles_of_pools:
-            processes = self.ray_worker_group_cls(
+            processes = RayWorkerGroup(
                 self.resource_pool_manager.get_resource_pool(roles[0]),
                 create_colocated_worker_cls({role: self.role_worker_mapping[role] for role in roles}),
                 deadline_s=self.config.trainer.call_timeout_s,
@@ -201,14 +190,15 @@ class RayPPOTrainer:
         Also during the critic's warm-up: an engine that slept has no weights.
         """
         self.maker.load_weights(weights)
-        self.learner.actor.report_finished_calls()  # nobody waits for the export itself
+        self.learner.actor.report_finished_calls()  # no call waits for the export itself
 
     def validate(self) -> dict[str, float]:
         """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
         rows = [self.val_dataset[i] for i in range(len(self.val_dataset))]
         prompts = self.val_dataset.collate(rows, epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
-        batch, scores_B, metrics = self.maker.validate(prompts)
+        num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
         shown = partial(generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer)
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
@@ -220,7 +210,7 @@ class RayPPOTrainer:
         return validation_metrics(validation_samples(batch, scores_B)) | counts
 
     def save(self) -> None:
-        """Writes the models in Hugging Face format, and with `save_freq` also what training needs to go on."""
+        """Writes the models in Hugging Face format, and with `save_freq` a checkpoint of the training state."""
         folder = self.recorder.run_dir / f"global_step_{self.global_step}"
         self.learner.save(folder, with_checkpoint=self.config.trainer.save_freq > 0)
 
@@ -229,11 +219,7 @@ _TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]
 
 
 def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
-    """Decorator of a plugin: its subclass of RayPPOTrainer trains.
-
-    Raises:
-        ValueError: another plugin has registered one.
-    """
+    """Decorator of a plugin: its subclass of RayPPOTrainer trains. Raises ValueError for a second one."""
     if len(_TRAINERS) > 1:
         raise ValueError(f"{trainer} cannot train, for {_TRAINERS[-1]} is registered: name one such plugin")
     _TRAINERS.append(trainer)

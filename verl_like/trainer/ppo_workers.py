@@ -97,12 +97,11 @@ def check_pools_fit_this_machine(config: PPOConfig) -> None:
     entries = [entry for pool in pools for entry in pool.node_requests()]
     if assign(entries, {"here": node}) is not None:
         return
-    lines = [f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools]
     needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}
+    sizes = "\n".join(f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools)
     raise ValueError(
-        "the resource pools do not fit on this machine:\n"
-        + "\n".join(lines)
-        + f"\n  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
-        "Make the pools smaller (resource_pool_spec), set ray_kwargs.ray_init.num_cpus if its CPU slots may be "
-        "oversubscribed, or give ray_kwargs.ray_init.address of a cluster."
+        f"the resource pools do not fit on this machine:\n{sizes}\n"
+        f"  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
+        "Make the pools smaller (resource_pool_spec), set ray_kwargs.ray_init.num_cpus to have more processes than "
+        "cores, or give ray_kwargs.ray_init.address of a cluster."
     )

@@ -1,7 +1,8 @@
-"""Draws `report.html`, one file that opens anywhere: curves of the run and a timeline with one lane a pool."""
+"""Draws `report.html`, one file that needs no other: curves of the run and a timeline with one lane a pool."""
 
 import html
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 <h1>{title}</h1><p>{summary}</p>
 <h2>Curves</h2><div class="charts">{charts}</div>
 <h2>Timeline of the last steps</h2>
-<p>Steps that validated or saved are left out.</p>
-<p>One lane a pool; within a lane one row a process. Bars that lie above each other ran at the same time.</p>
+<p>Steps that validated or saved are left out. Each pool has a lane with a row for each process. Bars above each other
+ran at the same time.</p>
 {timeline}
 <h2>Speed</h2>{speed}
 <h2>Placement</h2>{placement}
@@ -49,19 +50,10 @@ def write_report(
     charts: Sequence[tuple[str, tuple[str, ...], str]],
 ) -> None:
     """Writes the report. `metrics` has one row a step (with "step"), `steps` the rows of some steps of the timeline."""
-    drawn = "".join(_chart(chart_title, names, label, metrics) for chart_title, names, label in charts)
-    path.write_text(
-        PAGE.format(
-            title=html.escape(title),
-            summary=html.escape(summary),
-            charts=drawn,
-            timeline=_timeline(steps),
-            speed=_speed(metrics),
-            placement=_table(placement),
-            generations=_table(generations),
-            config=html.escape(config),
-        )
-    )
+    text = {"title": html.escape(title), "summary": html.escape(summary), "config": html.escape(config)}
+    drawn = {"charts": "".join(_chart(*chart, metrics) for chart in charts), "timeline": _timeline(steps)}
+    tables = {"speed": _speed(metrics), "placement": _table(placement), "generations": _table(generations)}
+    path.write_text(PAGE.format(**text, **drawn, **tables))
 
 
 def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[str, float]]) -> str:
@@ -89,17 +81,16 @@ def _timeline(steps: list[list[dict[str, Any]]]) -> str:
         return "<p>No step was finished.</p>"
     lanes = sorted({(e["pool"], e["process"]) for e in shown})
     methods = sorted({e["method"] for e in shown})
-    colours = dict(zip(methods, matplotlib.color_sequences["tab10"] * 2, strict=False))
     origin = min(e["started"] for e in shown)
     figure, axes = pyplot.subplots(figsize=(13, 0.45 * len(lanes) + 1.6), layout="constrained")
-    for event in shown:
-        lane = lanes.index((event["pool"], event["process"]))
-        width = event["finished"] - event["started"]
-        axes.barh(lane, width, left=event["started"] - origin, height=0.7, color=colours[event["method"]], linewidth=0)
-    pools = [pool for pool, _ in lanes]
-    for lane in range(1, len(lanes)):
-        if pools[lane] != pools[lane - 1]:
-            axes.axhline(lane - 0.5, color="black", linewidth=0.8)
+    for method in methods:
+        calls = [e for e in shown if e["method"] == method]
+        rows = [lanes.index((e["pool"], e["process"])) for e in calls]
+        starts, seconds = [e["started"] - origin for e in calls], [e["finished"] - e["started"] for e in calls]
+        axes.barh(rows, seconds, left=starts, height=0.7, linewidth=0, label=method)
+    for lane, (above, below) in enumerate(itertools.pairwise(lanes)):
+        if above[0] != below[0]:  # another pool
+            axes.axhline(lane + 0.5, color="black", linewidth=0.8)
     for step in sorted({e["step"] for e in shown}):
         start = min(e["started"] for e in shown if e["step"] == step) - origin
         axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
@@ -107,10 +98,7 @@ def _timeline(steps: list[list[dict[str, Any]]]) -> str:
     axes.set_yticks(range(len(lanes)), [f"{pool}\n{process}" for pool, process in lanes], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[method]) for method in methods]
-    axes.legend(
-        handles, methods, ncols=len(methods), fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25)
-    )
+    axes.legend(ncols=len(methods), fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25))
     return _svg(figure)
 
 
@@ -120,8 +108,7 @@ def _speed(metrics: list[dict[str, float]]) -> str:
     names = sorted({name for row in steps for name in row if name.startswith(("perf/", "timing_s/"))})
     rows = []
     for name in names:
-        values = sorted(row[name] for row in steps[min(1, len(steps) - 1) :] if name in row)
-        if values:
+        if values := sorted(row[name] for row in steps[min(1, len(steps) - 1) :] if name in row):
             shown = {"median": values[len(values) // 2], "least": values[0], "greatest": values[-1]}
             rows.append({"metric": name, **{key: f"{value:,.4g}" for key, value in shown.items()}})
     return _table(rows)

@@ -1,7 +1,6 @@
-"""Runs a trainer: checks its inputs, keeps the record of the run, starts Ray, trains, and ends every process.
+"""Runs any trainer: checks its inputs, records the run, starts Ray, trains, and ends every process.
 
-The same for every trainer. A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and
-what it shows of its metrics (display.py).
+A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and its `Display`.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ from verl_like.trainer.worker_template import WorkerTemplate
 
 
 class Inputs(Protocol):
-    """What a trainer needs, checked before anything starts."""
+    """What a trainer needs, checked."""
 
     @property
     def config(self) -> RunConfig:
-        """The configuration as it is recorded; what depends on the data is filled in."""
+        """The configuration to record, with what depends on the data filled in."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -47,18 +46,17 @@ def run(
 ) -> int:
     """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input refused, 130 interrupted.
 
-    Everything a user can get wrong is checked before Ray starts. However the run ends, the processes it started are
-    gone and what it wrote so far is valid.
+    All input is checked before Ray starts. However the run ends, the processes it started are gone and what it wrote
+    so far is valid.
 
     Args:
         config: a configuration that keeps its rules.
-        check_inputs: raises ValueError or RewardError for what else is wrong; what it starts is stopped by the stack.
-        fit: trains to the end, on a Ray that runs.
+        check_inputs: raises ValueError or RewardError for wrong input; the stack stops what it starts.
+        fit: trains to the end, after Ray was started.
         display: what the record shows.
-        template: what workers of a Ray that is started here are forks of.
+        template: the workers of a Ray that is started here are forks of it.
     """
-    # A pre-empted run ends as cleanly as an interrupted one; so does one that a shell started in the background, where
-    # interrupts are ignored.
+    # SIGTERM, which ends a pre-empted run, is an interrupt too. A shell's background jobs ignore interrupts by default.
     handle_signals(signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
         if template:
@@ -100,7 +98,7 @@ def train(
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         return say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
     finally:
-        # A second signal loses no report. Ray's shutdown comes last: in it, SIGTERM ends the process at once.
+        # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process, so it comes last.
         handle_signals(signal.SIG_IGN)
         recorder.close(outcome)
         ray.shutdown()

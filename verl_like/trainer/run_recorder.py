@@ -42,31 +42,25 @@ class RunRecorder:
     def show_placement(self, groups: list[tuple[str, list[str], RayWorkerGroup]]) -> None:
         """Shows where the run is placed: pool, roles and processes of each worker group, a row a node."""
         for pool, roles, group in groups:
-            nodes, pids = group.worker_nodes, group.worker_pids
+            nodes = group.worker_nodes
             for node in dict.fromkeys(nodes):
                 ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
-                self.placement.append(
-                    {
-                        "pool": pool,
-                        "node": node,
-                        "ranks": ", ".join(map(str, ranks)),
-                        "processes": ", ".join(str(pids[rank]) for rank in ranks),
-                        "roles": " + ".join(roles),
-                    }
-                )
+                pids = ", ".join(str(group.worker_pids[rank]) for rank in ranks)
+                row = {"pool": pool, "node": node, "ranks": ", ".join(map(str, ranks)), "processes": pids}
+                self.placement.append(row | {"roles": " + ".join(roles)})
         if self.placement:
-            self.console.show_placement(self.placement)
+            self.console.show_table("Placement", self.placement)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Adds the seconds of a phase of the driver's own to the step's `timing_s/{phase}`."""
+        """Adds the seconds of a phase on the driver to the step's `timing_s/{phase}`."""
         started = time.time()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.time() - started
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """What is called within it is validation, and not part of the step's phases."""
+        """Calls within it are validation and do not count in the step's phases."""
         self.timeline.is_validating = True
         with self.timer("testing"):
             yield
@@ -74,7 +68,7 @@ class RunRecorder:
 
     @contextmanager
     def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
-        """Times a step; what is given to the yielded function is its metrics, written when the step is complete."""
+        """Times a step; metrics given to the yielded function are written when the step is complete."""
         if step == 1:
             self.console.start_training(total_steps)
         self.timeline.start_step(step)
@@ -100,18 +94,17 @@ class RunRecorder:
         self.console.show_validation(0, metrics)
 
     def show_generations(
-        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, Any]], num_shown: int
+        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
     ) -> None:
-        """Shows `num_shown` rows of a validation batch, others each time, for the report too."""
+        """Shows `num_shown` rows of a validation batch, other ones each time, here and in the report."""
         num_shown = min(num_shown, num_rows)
         first = self.num_validations * num_shown
         self.num_validations += 1
-        rows = []
-        for i in ((first + k) % num_rows for k in range(num_shown)):
-            rows.append({"step": step} | {name: _shown(text) for name, text in generation_of_row(i).items()})
+        chosen = [generation_of_row((first + k) % num_rows) for k in range(num_shown)]
+        rows = [{name: _shown(text) for name, text in row.items()} for row in chosen]
         if rows:
-            self.generations = [*self.generations[:num_shown], *rows]
-            self.console.show_generations(step, rows)
+            self.generations = [*self.generations[:num_shown], *({"step": step} | row for row in rows)]
+            self.console.show_table(f"Generations at step {step}", rows)
 
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
@@ -131,24 +124,19 @@ class RunRecorder:
             charts=self.display.charts,
         )
         self.console.say(f"\n{outcome}")
-        for line in _validation_summary(metrics):
-            self.console.say(f"  {line}")
-        files = {"report": "report.html", "metrics": "metrics.jsonl", "timeline": "timeline.jsonl"}
-        files |= {"configuration": "config.yaml", "tensorboard": "tensorboard"}
-        models = sorted(self.run_dir.glob("global_step_*/*/huggingface"))
-        files |= {f"{model.parent.name}, Hugging Face format": str(model.relative_to(self.run_dir)) for model in models}
+        for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):
+            values = [row[name] for row in metrics if name in row]
+            if len(values) > 1:
+                self.console.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
+        files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
+        files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
+        for model in sorted(self.run_dir.glob("global_step_*/*/huggingface")):
+            files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
         self.console.say(f"  in {self.run_dir}:")
-        for what, name in files.items():
+        for name, what in files.items():
             path = self.run_dir / name
-            if path.is_dir() or (path.is_file() and path.stat().st_size):
+            if path.exists() and path.stat().st_size:
                 self.console.say(f"    {name:<40} {what}")
-
-
-def _validation_summary(metrics: list[dict[str, float]]) -> list[str]:
-    """What training did to each core validation metric."""
-    names = dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/"))
-    values = {name: [row[name] for row in metrics if name in row] for name in names}
-    return [f"{name}: {v[0]:.3f} at first, {v[-1]:.3f} at last" for name, v in values.items() if len(v) > 1]
 
 
 def _shown(text: str, max_length: int = 240) -> str:
@@ -163,9 +151,7 @@ def _new_run_dir(parent: Path) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"trainer.default_local_dir={parent} cannot be made ({error}); give another folder."
-        ) from error
+        raise ValueError(f"trainer.default_local_dir={parent} cannot be made ({error}); give another.") from error
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     run_dir, number = parent / stamp, 1
     while run_dir.exists():

@@ -1,6 +1,7 @@
 """From responses to `rule_scores`: decoded on the driver, scored in reward processes, put on the last token."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -51,10 +52,10 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
 
 
 def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Each reward by itself, (B, R): the reward columns with their weights, and by their own names the numbers that the
-    reward function returned beside the score."""
+    """Each reward by itself, (B, R), by name: the weighted reward columns, and the numbers that the reward function
+    returned beside the score."""
     scores = {name: weight * batch.batch[name] for name, weight in reward_columns.items()}
-    numbers = {name: torch.from_numpy(values).float() for name, values in _extra_numbers(batch).items()}
+    numbers = {name: torch.from_numpy(values).float() for name, values in extra_numbers(batch).items()}
     return scores | {name: on_last_token(values, batch.batch["response_mask"]) for name, values in numbers.items()}
 
 
@@ -67,7 +68,7 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     Raises:
         ValueError: there is no such number.
     """
-    numbers = {"reward": batch.batch["rule_scores"].sum(-1).numpy()} | _extra_numbers(batch)
+    numbers = {"reward": batch.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(batch)
     if metric not in numbers:
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}, but the reward function returns only {', '.join(numbers)}: name "
@@ -79,32 +80,32 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     return groups.sum((groups.scores - groups.mean()) ** 2) > 0
 
 
-def _extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
+def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
     """What the reward function returned beside the score, as far as it is numbers."""
     extra = {name: values for name, values in batch.non_tensor_batch.items() if name.startswith(EXTRA_PREFIX)}
     return {name.removeprefix(EXTRA_PREFIX): values for name, values in extra.items() if values.dtype != object}
 
 
+@dataclass(eq=False)
 class RuleScorer:
-    """Scores responses with a reward function, in the background: while others are generated, and other phases run.
+    """Scores responses with a reward function, in processes that run beside generation and the other phases.
 
     Rows whose `reward_model.style` is "model" are left to the reward model, except by a custom function.
     """
 
-    def __init__(self, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, scores_every_row: bool) -> None:
-        self.manager = manager
-        self.tokenizer = tokenizer
-        self.scores_every_row = scores_every_row
-        self.on_call: Callable[[CallEvent], None] | None = None
-        """Is told what each reward process did, as of a worker group `rules` on the pool `driver`."""
-        self._number_of_process: dict[int, int] = {}
+    manager: RewardManager
+    tokenizer: PreTrainedTokenizerBase
+    scores_every_row: bool
+    on_call: Callable[[CallEvent], None] | None = None
+    """Gets the calls of the reward processes, as of a worker group `rules` on the pool `driver`."""
+    _number_of_process: dict[int, int] = field(default_factory=dict)
 
     def check(self, dataset: PromptDataset) -> None:
-        """Scores the ground truth of the first row of each data source, so that what cannot work is seen before a run.
+        """Scores the ground truth of the first row of each data source before a run.
 
         Raises:
             RewardError: the function raised, hung or returned something that is not a score, or a data source has none.
-                Under reward.on_error=skip, where the run leaves such rows out, it is a warning.
+                Under reward.on_error=skip it is a warning.
         """
         first: dict[str, RewardSample] = {}
         for row in dataset:
@@ -120,7 +121,7 @@ class RuleScorer:
         return PendingScores(self, prompts, scored, num_samples)
 
     def report(self, ran: list[tuple[int, float, float]]) -> None:
-        """Tells `on_call` when each process scored: (process id, start, end) of each sample."""
+        """Gives `on_call` the times in which each process scored, from (process id, start, end) of each sample."""
         for pid, started, finished in _merged(ran):
             rank = self._number_of_process.setdefault(pid, len(self._number_of_process))
             if self.on_call is not None:
@@ -132,39 +133,35 @@ def has_rule(reward_model: dict) -> bool:
     return reward_model.get("style") != "model"
 
 
+@dataclass(eq=False)
 class PendingScores:
-    """The scores of the responses to some prompts, computed while the responses are generated.
+    """The scores of the responses to some prompts, computed while the responses are generated."""
 
-    Args:
-        scorer: who scores.
-        prompts: (B,) prompts.
-        scored: those whose responses a rule scores.
-        num_samples: responses to each prompt.
-    """
+    scorer: RuleScorer
+    prompts: DataProto
+    scored: list[int]
+    """The prompts whose responses a rule scores."""
+    num_samples: int
+    """Responses to each prompt."""
 
-    def __init__(self, scorer: RuleScorer, prompts: DataProto, scored: list[int], num_samples: int) -> None:
-        self.scorer = scorer
-        self.prompts = prompts
-        self.scored = scored
-        self.num_samples = num_samples
-        self.place_of_uid = {prompts.non_tensor_batch["uid"][i]: place for place, i in enumerate(scored)}
-        self.pending = scorer.manager.expect(len(scored) * num_samples)
+    def __post_init__(self) -> None:
+        self.place_of_uid = {self.prompts.non_tensor_batch["uid"][i]: place for place, i in enumerate(self.scored)}
+        self.pending = self.scorer.manager.expect(len(self.scored) * self.num_samples)
         self.num_early = 0
         self.mask_BR: torch.Tensor | None = None
 
     def add(self, finished: Sequence[FinishedSample]) -> None:
         """Starts scoring responses that are complete while others are still being generated."""
-        told = [sample for sample in finished if sample.uid in self.place_of_uid]
-        slots = [self.place_of_uid[sample.uid] * self.num_samples + sample.index for sample in told]
-        self.num_early += len(told)
-        self._submit(slots, [list(sample.token_ids) for sample in told])
+        early = [sample for sample in finished if sample.uid in self.place_of_uid]
+        slots = [self.place_of_uid[sample.uid] * self.num_samples + sample.index for sample in early]
+        self.num_early += len(early)
+        self._submit(slots, [list(sample.token_ids) for sample in early])
 
     def complete(self, batch: DataProto) -> "PendingScores":
         """Starts scoring the other responses of the (B * num_samples,) batch that was generated."""
         self.mask_BR = batch.batch["response_mask"].bool()
-        slots, rows = self.pending.missing(), self.rows
-        tokens_R = batch.batch["responses"]
-        self._submit(slots, [tokens_R[rows[slot]][self.mask_BR[rows[slot]]].tolist() for slot in slots])
+        slots, rows, tokens_BR = self.pending.missing(), self.rows, batch.batch["responses"]
+        self._submit(slots, [tokens_BR[rows[slot]][self.mask_BR[rows[slot]]].tolist() for slot in slots])
         return self
 
     @property
@@ -195,24 +192,21 @@ class PendingScores:
         result = self.pending.get()
         self.scorer.report(result.ran)
         scores_B = self._for_all_rows(np.where(result.skipped, 0.0, result.scores).astype(np.float32), 0.0)
-        skipped_B = self._for_all_rows(result.skipped, False)
+        extra = {
+            f"{EXTRA_PREFIX}{name}": self._for_all_rows(values, None if values.dtype == object else np.nan)
+            for name, values in result.extra.items()
+        }
         metrics = {
             "reward/early_ratio": Metric.mean(self.num_early / max(1, len(result.scores)), weight=len(result.scores)),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
         }
-        return DataProto.from_dict(
-            tensors={
-                "rule_scores": on_last_token(torch.from_numpy(scores_B), self.mask_BR),
-                "is_skipped": torch.from_numpy(skipped_B),
-            },
-            non_tensors={
-                f"{EXTRA_PREFIX}{name}": self._for_all_rows(values, None if values.dtype == object else np.nan)
-                for name, values in result.extra.items()
-            },
-            meta_info={"metrics": metrics},
-        )
+        columns = {
+            "rule_scores": on_last_token(torch.from_numpy(scores_B), self.mask_BR),
+            "is_skipped": torch.from_numpy(self._for_all_rows(result.skipped, False)),
+        }
+        return DataProto.from_dict(columns, extra, meta_info={"metrics": metrics})
 
     def _for_all_rows(self, values: np.ndarray, other: object) -> np.ndarray:
         """One entry a row of the batch, `other` where a row was not scored."""

@@ -11,10 +11,8 @@ NUM_SHOWN_STEPS = 3
 
 
 class Timeline:
-    """Writes each `CallEvent` to `file` as it comes, a JSON object a line; keeps those of the present step.
-
-    Of the steps before it keeps what the report shows. Times are seconds of the worker's clock (time.time()).
-    """
+    """Writes each `CallEvent` to `file` as a line of JSON; keeps those of this step and of the steps that the report
+    shows. Times are seconds of the worker's clock (time.time())."""
 
     def __init__(self, file: TextIO, display: Display) -> None:
         self.file, self.display = file, display
@@ -30,24 +28,15 @@ class Timeline:
         self.events, self.rows = [], []
 
     def record(self, event: CallEvent) -> None:
-        row = {
-            "step": self.step,
-            "is_validating": self.is_validating,
-            "pool": event.pool,
-            "role": event.role,
-            "method": event.method,
-            "rank": event.rank,
-            "process": self._process(event),
-            "started": event.started,
-            "finished": event.finished,
-        }
+        where = {"step": self.step, "is_validating": self.is_validating, "process": self._process(event)}
+        row = where | vars(event)
         self.file.write(json.dumps(row) + "\n")
         self.rows.append(row)
         if not self.is_validating:
             self.events.append(event)
 
     def last_steps(self) -> list[list[dict[str, Any]]]:
-        """The rows of up to three training steps: the last that neither validated nor saved, or just the last."""
+        """The rows of up to three training steps: the last ones that neither validated nor saved, or just the last."""
         steps = [*self.earlier, self.rows] if self.step and self.rows else self.earlier
         undisturbed = [
             rows for rows in steps if not any(r["is_validating"] or r["method"].startswith("save_") for r in rows)
@@ -64,11 +53,10 @@ class Timeline:
         }
 
     def critical_path_seconds(self) -> float:
-        """The least time that the calls of this step leave a training step, were nothing lost between them.
+        """The least time of a training step with the calls of this step.
 
-        A stage takes at least as long as its busiest process: the sum
-        of the seconds of that process's calls. The critical path is the sum of these over the stages. What ran before
-        the stage in front was over, such as rewards while others generate, costs nothing.
+        A stage takes at least the seconds of the calls of its busiest process; the critical path is the sum of these
+        over the stages. What ran before the previous stage ended, such as rewards during generation, costs nothing.
         """
         stages: list[list[CallEvent]] = [[] for _ in self.display.stages]
         others = self.display.stages.index(())

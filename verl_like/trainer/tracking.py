@@ -84,7 +84,7 @@ TRACKERS: dict[str, Callable[[Path, str, str, dict[str, Any]], Backend]] = {
 
 
 def require_trackers(backends: Sequence[str]) -> None:
-    """Raises ValueError for a configured tracker whose package is not installed, before anything starts."""
+    """Raises ValueError for a configured tracker whose package is not installed."""
     for name in backends:
         if name in TRACKERS and find_spec(name) is None:
             raise ValueError(

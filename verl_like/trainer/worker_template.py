@@ -1,8 +1,8 @@
-"""A process that has imported what workers need: each worker of a Ray that a run starts here is a fork of it.
+"""A process that has imported what workers need. Each worker of a Ray that is started here is a fork of it.
 
-The imports take seconds of CPU time in every process that makes them, a fork takes milliseconds. It imports while the
-driver checks its inputs. Ray starts a worker with the command line `WorkerTemplate.command`, this file as a script: it
-hands its arguments, environment and standard streams to the template and lives as long as the fork.
+The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker with the command
+line `WorkerTemplate.command`, this file as a script. The script sends its arguments, environment and standard streams
+to the template and ends when the fork does.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WorkerTemplate:
-    """A template that imports, or waits for workers to start."""
+    """A running template."""
 
     process: subprocess.Popen[bytes]
     folder: tempfile.TemporaryDirectory[str]
@@ -32,7 +32,7 @@ class WorkerTemplate:
     @property
     def command(self) -> str:
         """What Ray starts workers with in place of Python."""
-        return shlex.join([sys.executable, "-S", "-E", __file__, _socket_in(self.folder.name)])
+        return shlex.join([sys.executable, "-S", "-E", __file__, f"{self.folder.name}/socket"])
 
     def close(self) -> None:
         """Ends the template; the workers live on."""
@@ -42,32 +42,28 @@ class WorkerTemplate:
 
 
 def start(modules: Sequence[str]) -> WorkerTemplate:
-    """Starts a template of these modules, without waiting for it; it ends with this process.
+    """Starts a template that imports these modules, and returns at once. The template ends with this process.
 
-    None of them imports Ray: as it is imported, it reads the environment, which is another one in each worker.
+    No module may import Ray, which reads the environment when it is imported: each worker has another environment.
     """
     folder = tempfile.TemporaryDirectory(prefix="verl_like_")
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(_socket_in(folder.name))  # in a folder of this user alone
+        listener.bind(f"{folder.name}/socket")  # only this user can open the folder
         listener.listen(128)
         command = [sys.executable, "-m", "verl_like.trainer.worker_template", str(listener.fileno()), *modules]
-        # A number of threads that libraries read as they are loaded; a fork sets its own where it computes.
+        # Libraries read the number of threads when they are loaded; a fork sets its own.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
     return WorkerTemplate(process, folder)
 
 
-def _socket_in(folder: str) -> str:
-    return os.path.join(folder, "socket")
-
-
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Imports, then forks a worker for each connection until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the driver's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles an interrupt of the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombie
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # what is here is no garbage of a fork, and stays shared memory
+    gc.freeze()  # forks then do not collect these objects, whose memory stays shared
     while sys.stdin.buffer not in select.select([listener, sys.stdin.buffer], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -78,7 +74,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _become_worker(connection: socket.socket) -> None:
-    """Runs the script of a connection as a process of its own would; the connection ends with it."""
+    """Runs the script of a connection as a new process would; the connection ends with it."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not message.endswith(b"\0"):
         message += connection.recv(1 << 20)

@@ -1,8 +1,8 @@
 """From presets, YAML files and command-line overrides to one checked configuration of any schema.
 
-Hydra composes and OmegaConf resolves; the models of the schema then decide which keys and values exist, so that a key
-that does nothing is refused however it was written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML). Then the plugins and the
-chosen algorithms are imported, whose own options are keys too, and the rules are judged.
+Hydra composes and OmegaConf resolves. The models of the schema then decide which keys and values exist, so an unknown
+key is refused however it is written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML). Then the plugins and the chosen algorithms
+are imported, whose own options are keys too, and the rules are checked.
 """
 
 import difflib
@@ -27,12 +27,11 @@ from verl_like.algorithms.registry import AlgorithmOptions, options_class
 from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 from verl_like.plugins import import_plugins
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.config.presets import register_pool_resolvers
+from verl_like.trainer.config.presets import half_cluster, whole_cluster
 from verl_like.trainer.config.run_config import RunConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
 Schema = TypeVar("Schema", bound=RunConfig)
-_MISSING = "???"
 
 
 def load_config(
@@ -64,7 +63,8 @@ def load_config(
         algorithms = ((registry, names[key]) for key, registry in schema.algorithm_keys.items())
         return issubclass(block, OpenConfigModel) and any(registry.may_declare(n, option) for registry, n in algorithms)
 
-    _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *_missing_keys(raw)])
+    missing = [f"{'.'.join(key)}: this key has no default, set it" for key, value in _values_of(raw) if value == "???"]
+    _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *missing])
     try:
         resolved: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -86,18 +86,14 @@ def _algorithm_options(
     schema: type[RunConfig], names: Mapping[str, str], plugins: Sequence[str]
 ) -> list[type[AlgorithmOptions]]:
     """Imports the plugins and the chosen algorithms; returns the classes of their own options."""
-    options = []
+    key, found = "", []
     try:
         import_plugins(plugins)
+        for key, registry in schema.algorithm_keys.items():
+            found.append(options_class(registry.get(names[key])))
     except ValueError as error:
-        raise ConfigError(str(error)) from error
-    for key, registry in schema.algorithm_keys.items():
-        try:
-            declared = options_class(registry.get(names[key]))
-        except ValueError as error:
-            raise ConfigError(f"{key}={names[key]}: {error}") from error
-        options += [declared] if declared else []
-    return options
+        raise ConfigError(f"{key}={names[key]}: {error}" if key else str(error)) from error
+    return [declared for declared in found if declared]
 
 
 def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] = ()) -> Model:
@@ -120,7 +116,7 @@ def default_tree(model: Any) -> dict[str, Any]:
         if _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
-            followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), _MISSING)
+            followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), "???")
             tree[name] = followed if field.is_required() else field.default
     return tree
 
@@ -138,10 +134,11 @@ def compose_tree(
     schema: type[RunConfig], overrides: Sequence[str], config_name: str | None = None, config_dir: str | None = None
 ) -> DictConfig:
     """The composed tree before it is resolved and checked."""
-    register_pool_resolvers()
+    OmegaConf.register_new_resolver("whole_cluster", whole_cluster, replace=True)
+    OmegaConf.register_new_resolver("half_cluster", half_cluster, replace=True)
     store, presets = ConfigStore.instance(), [{name: default} for name, default in schema.presets.items()]
     store.store(name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)})
-    # Hydra looks for the first file before it has read the search path; so the first one is ours and names the user's.
+    # Hydra opens the first file before it reads the search path, so the first file is ours and names the user's.
     store.store(name="run", node={"defaults": [config_name or schema.base_name, "_self_"]})
     search_path = _search_path(schema.base_name, config_name or schema.base_name, config_dir)
     try:
@@ -175,13 +172,11 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
 
 
 def _as_forced(override: Override, presets: Iterable[str]) -> str:
-    """The override in the form in which Hydra leaves the judgement on unknown keys to us."""
+    """The override in the form with which Hydra accepts an unknown key, so that `_unknown_keys` reports it."""
     line, key = override.input_line, override.key_or_group
     assert line is not None and override.config_loader is not None
     if key == "hydra" or key.startswith("hydra."):
-        raise ConfigError(
-            f"{line}: settings of Hydra itself have no effect here; set trainer.default_local_dir instead"
-        )
+        raise ConfigError(f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir instead")
     if override.is_sweep_override():
         raise ConfigError(f"{line}: one run has one value a key; quote the value if the comma belongs to it")
     if override.is_delete():
@@ -195,43 +190,32 @@ def _as_forced(override: Override, presets: Iterable[str]) -> str:
 
 
 def _unknown_keys(
-    schema: type[RunConfig],
-    tree: dict[str, Any],
-    is_option: Callable[[str, type[ConfigModel]], bool],
-    options: Sequence[str] = (),
-    model: Any = None,
-    prefix: str = "",
+    schema: type[RunConfig], tree: Any, is_option: Callable[[str, Any], bool], options: Sequence[str] = ()
 ) -> Iterator[str]:
     """What is wrong with keys that neither the schema nor an algorithm, by `is_option`(path, block), declares."""
-    block = model or schema
-    for name, value in tree.items():
-        path, field = f"{prefix}{name}", block.model_fields.get(name)
-        if field is None and not is_option(path, block):
-            for leaf in _paths_below(path, value):
-                yield f"{leaf}: there is no such key{_suggestion(schema, leaf, options)}"
-        elif field is None or not _is_model(field.annotation):
-            continue
-        elif isinstance(value, dict):
-            yield from _unknown_keys(schema, value, is_option, options, field.annotation, f"{path}.")
-        elif not OmegaConf.is_interpolation(OmegaConf.create({name: value}), name):
-            example = next(iter(field.annotation.model_fields), "<option>")
-            yield f"{path}={json.dumps(value)}: expected keys, such as {path}.{example}"
+    for names, value in _values_of(tree):
+        path = ".".join(names)
+        block: Any = schema
+        for i, name in enumerate(names):
+            field = block.model_fields.get(name)
+            if field is None and not is_option(".".join(names[: i + 1]), block):
+                yield f"{path}: there is no such key{_suggestion(schema, path, options)}"
+            if field is None or not _is_model(field.annotation):
+                break
+            block = field.annotation
+        else:
+            if value != {} and not str(value).startswith("${"):
+                example = next(iter(block.model_fields), "<option>")
+                yield f"{path}={json.dumps(value)}: expected keys, such as {path}.{example}"
 
 
-def _missing_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _missing_keys(value, f"{prefix}{name}.")
-        elif value == _MISSING:
-            yield f"{prefix}{name}: this key has no default, set it"
-
-
-def _paths_below(path: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _paths_below(f"{path}.{name}", inner)
+def _values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of nested dicts with the names on the way to it; an empty dict is a value."""
+    if isinstance(tree, dict) and tree:
+        for name, inner in tree.items():
+            yield from _values_of(inner, (*names, str(name)))
     else:
-        yield path
+        yield names, tree
 
 
 def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> str:

@@ -1,23 +1,20 @@
 """Rules that join several keys. Each is a function named after what it demands and yields what is wrong, with the sum.
 
-They are judged once the chosen algorithms are imported, whose needs decide which roles there are. Whether a worker
-class exists is not checked here; the trainer looks before it starts Ray.
+They are checked after the chosen algorithms are imported, whose needs decide which roles there are.
 """
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
-Rule = Callable[[PPOConfig], Iterator[str]]
-
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
-    """One sentence for each broken rule. A placement rule is judged only where those before it hold, and the batch
-    sizes only where the placement is sound."""
+    """One sentence for each broken rule. A placement rule is checked only if those before it hold, and batch sizes only
+    if all placement rules do."""
     broken_placement = next((problems for rule in PLACEMENT_RULES if (problems := list(rule(config)))), [])
     yield from broken_placement
     for rule in OTHER_RULES if broken_placement else (*BATCH_RULES, *OTHER_RULES):
@@ -47,10 +44,17 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
 
 def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
     pools = list(config.resource_pool_spec)
+    reasons: dict[str, str] = {
+        Role.RefPolicy: "a KL term or the algorithm compares the policy with the reference policy",
+        Role.Teacher: "the policy loss learns from a teacher",
+        Role.Critic: "the advantage estimator needs values",
+        Role.RewardModel: "reward_model.enable is true",
+    }
     for role in config.active_roles:
         pool = config.role_mapping.get(role)
         if pool is None:
-            yield f"role_mapping.{role} is not set, but {_why_needed(role)}; set it to one of the pools {pools}"
+            reason = reasons.get(role, "every run needs it")
+            yield f"role_mapping.{role} is not set, but {reason}; set it to one of the pools {pools}"
         elif pool not in pools:
             yield f"role_mapping.{role}={pool}: there is no such pool, only {pools}{_nearest(pool, pools)}"
 
@@ -60,43 +64,28 @@ def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
     for pool, processes_per_node in config.resource_pool_spec.items():
         if pool not in used:
             yield (
-                f"resource_pool_spec.{pool}={list(processes_per_node)} would reserve processes "
-                f"that no role of this run uses (its roles are {', '.join(config.active_roles)}); remove it with "
-                f"'~resource_pool_spec.{pool}', or use placement=colocated, which has one pool"
+                f"resource_pool_spec.{pool}={list(processes_per_node)} has none of this run's roles, which are "
+                f"{', '.join(config.active_roles)}; remove it with '~resource_pool_spec.{pool}', or use "
+                "placement=colocated, which has one pool"
             )
 
 
-def tensor_parallel_engines_fill_the_rollout_pool(config: PPOConfig) -> Iterator[str]:
-    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    processes = config.num_processes(Role.Rollout)
-    if processes % tensor_parallel:
-        yield (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {processes} "
-            f"processes of the pool {config.role_mapping[Role.Rollout]}; possible are {_divisors(processes)}"
-        )
-
-
-def parameter_shards_fill_the_pool(config: PPOConfig) -> Iterator[str]:
-    sizes = {Role.Actor: ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config.fsdp_size)}
-    if config.needs_critic:
-        sizes[Role.Critic] = ("critic.model", config.critic.model.fsdp_config.fsdp_size)
-    for role, (key, fsdp_size) in sizes.items():
+def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
+    """Engines, shards of parameters, and ranks that share a sequence leave no process over."""
+    rollout, actor, critic = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.critic
+    sizes: list[tuple[str, str, int]] = [
+        (Role.Rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+        (Role.Actor, "actor_rollout_ref.actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
+        (Role.Critic, "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
+    ]
+    named = [(role, "", key, size) for role, key, size in sizes if role in config.active_roles]
+    named += [(role, f" ({role})", *_sequence_parallel(config, role)) for role in config.active_roles]
+    for role, shown_role, key, size in named:
         processes = config.num_processes(role)
-        if fsdp_size > 0 and processes % fsdp_size:
+        if size > 0 and processes % size:
             yield (
-                f"{key}.fsdp_config.fsdp_size={fsdp_size} does not divide the {processes} processes of the pool "
-                f"{config.role_mapping[role]}; possible are -1 (all) and {_divisors(processes)}"
-            )
-
-
-def sequence_parallel_groups_fill_the_pool(config: PPOConfig) -> Iterator[str]:
-    for role in config.active_roles:
-        key, size = _sequence_parallel(config, role)
-        processes = config.num_processes(role)
-        if processes % size:
-            yield (
-                f"{key}={size} does not divide the {processes} processes of the pool {config.role_mapping[role]} "
-                f"({role}); possible are {_divisors(processes)}"
+                f"{key}={size} does not divide the {processes} processes of the pool {config.role_mapping[role]}"
+                f"{shown_role}; possible are {_divisors(processes)}"
             )
 
 
@@ -122,7 +111,7 @@ def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: in
     processes, pool = config.num_processes(role), config.role_mapping[role]
     sequence_parallel_key, shared_by = _sequence_parallel(config, role)
     if processes % shared_by:
-        return  # told by sequence_parallel_groups_fill_the_pool
+        return  # reported by sizes_divide_the_pool
     shares = processes // shared_by
     ranks = f"{processes} processes of the pool {pool}"
     if shared_by > 1:
@@ -144,9 +133,8 @@ def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: in
         group = f"processes of {pool}" if shared_by == 1 else f"groups of {pool}"
         yield (
             f"{key}.ppo_micro_batch_size_per_gpu={micro} does not divide a process's share of the mini-batch, "
-            f"ppo_mini_batch_size x rollout.n / {group} = {mini} x {n} / {shares} = {per_share} "
-            f"responses; nearest possible values: {_around(micro, _divisors(per_share))}, or "
-            f"{key}.use_dynamic_bsz=true"
+            f"ppo_mini_batch_size x rollout.n / {group} = {mini} x {n} / {shares} = {per_share} responses; "
+            f"nearest possible values: {_around(micro, _divisors(per_share))}, or {key}.use_dynamic_bsz=true"
         )
 
 
@@ -165,14 +153,14 @@ TOKEN_BUDGETS = (
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
     """Budgets that follow one another are reported once."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    told: set[tuple[int, int]] = set()
+    reported: set[tuple[int, int]] = set()
     for key, switch, role in TOKEN_BUDGETS:
         is_used = role in config.active_roles and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
         budget: int = attrgetter(key)(config)
         sequence_parallel_key, shared_by = _sequence_parallel(config, role)
-        if not is_used or budget * shared_by >= prompt + response or (budget, shared_by) in told:
+        if not is_used or budget * shared_by >= prompt + response or (budget, shared_by) in reported:
             continue
-        told.add((budget, shared_by))
+        reported.add((budget, shared_by))
         times = f" x {sequence_parallel_key}={shared_by} = {budget * shared_by}" if shared_by > 1 else ""
         yield (
             f"{key}={budget}{times} tokens cannot hold the longest sequence, data.max_prompt_length + "
@@ -182,19 +170,19 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
 
 
 def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
-    if "index" in config.estimator_needs and config.actor_rollout_ref.rollout.n == 1:
-        yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses to one prompt, but "
-            "actor_rollout_ref.rollout.n=1; set n to 2 or more (5 to 16 are common)"
-        )
+    compares = {
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "index" in config.estimator_needs,
+        "algorithm.filter_groups.enable=true": config.algorithm.filter_groups.enable,
+    }
+    for key, is_used in compares.items():
+        if is_used and config.actor_rollout_ref.rollout.n == 1:
+            yield f"{key} compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; set n to 2 or more"
 
 
 def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
+    name = config.algorithm.adv_estimator
     if "values" in config.estimator_needs and config.critic.enable is False:
-        yield (
-            f"critic.enable=false, but algorithm.adv_estimator={config.algorithm.adv_estimator} needs values; set "
-            "critic.enable=null or another estimator"
-        )
+        yield f"critic.enable=false, but algorithm.adv_estimator={name} needs values; set null or another estimator"
 
 
 def dynamic_sampling_compares_what_rules_score(config: PPOConfig) -> Iterator[str]:
@@ -203,28 +191,33 @@ def dynamic_sampling_compares_what_rules_score(config: PPOConfig) -> Iterator[st
             "algorithm.filter_groups.enable=true drops prompts before the reward model scores the batch, so it would "
             "not see those scores; set reward_model.enable=false or filter_groups.enable=false"
         )
-    if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
-        yield (
-            "algorithm.filter_groups.enable=true compares the responses to one prompt, but "
-            "actor_rollout_ref.rollout.n=1; set n to 2 or more"
-        )
 
 
 def the_overlong_buffer_lies_within_the_response(config: PPOConfig) -> Iterator[str]:
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
     if buffer.enable and not 1 <= buffer.len <= longest:
+        yield f"reward.overlong_buffer.len={buffer.len} must be between 1 and data.max_response_length={longest}"
+
+
+def the_estimator_reads_the_sum_that_a_penalty_is_in(config: PPOConfig) -> Iterator[str]:
+    penalties = {
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+        "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
+    }
+    ignored = [key for key, is_on in penalties.items() if is_on]
+    if ignored and "token_level_rewards" not in config.estimator_needs:
         yield (
-            f"reward.overlong_buffer.len={buffer.len} must be between 1 and "
-            f"data.max_response_length={longest} with reward.overlong_buffer.enable=true"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads each reward by itself and would not see "
+            f"the penalty of {', '.join(ignored)}; set it to false, or choose an estimator of their sum, such as grpo"
         )
 
 
 def bypassed_log_probs_are_in_no_reward(config: PPOConfig) -> Iterator[str]:
     if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
         yield (
-            "algorithm.rollout_correction.bypass_mode=true knows only the rollout engine's log-probabilities, whose "
-            "rounding algorithm.use_kl_in_reward=true would take out of the reward as distance from the reference; "
-            "set actor_rollout_ref.actor.use_kl_loss=true instead, or bypass_mode=false"
+            "algorithm.rollout_correction.bypass_mode=true has only the rollout engine's log-probabilities: with "
+            "algorithm.use_kl_in_reward=true their rounding would count as distance from the reference; set "
+            "actor_rollout_ref.actor.use_kl_loss=true instead, or bypass_mode=false"
         )
 
 
@@ -243,8 +236,8 @@ def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]
         yield f"trainer.critic_warmup={warmup} would hold the actor back, but this run has no critic; set it to 0"
     elif total is not None and warmup >= total:
         yield (
-            f"trainer.critic_warmup={warmup} is not less than trainer.total_training_steps={total}: the actor would "
-            "never be updated"
+            f"trainer.critic_warmup={warmup} is not less than the {total} training steps: the actor would never be "
+            "updated; lower it, or train for longer"
         )
 
 
@@ -256,10 +249,7 @@ def an_enabled_reward_model_has_a_path(config: PPOConfig) -> Iterator[str]:
 def reward_function_settings_have_a_function(config: PPOConfig) -> Iterator[str]:
     function = config.custom_reward_function
     if function.path is None and function.reward_kwargs:
-        yield (
-            f"custom_reward_function.reward_kwargs={function.reward_kwargs} has no effect without "
-            "custom_reward_function.path"
-        )
+        yield f"custom_reward_function.reward_kwargs={function.reward_kwargs} needs custom_reward_function.path"
 
 
 def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
@@ -267,24 +257,14 @@ def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
         yield f"trainer.logger={list(config.trainer.logger)} names a logger twice"
 
 
-PLACEMENT_RULES: tuple[Rule, ...] = (
-    pools_are_not_empty,
-    every_role_has_a_worker,
-    every_role_has_a_pool,
-    every_pool_has_a_role,
-)
-BATCH_RULES: tuple[Rule, ...] = (
-    tensor_parallel_engines_fill_the_rollout_pool,
-    parameter_shards_fill_the_pool,
-    sequence_parallel_groups_fill_the_pool,
-    updates_split_evenly,
-    token_budgets_hold_the_longest_sequence,
-)
-OTHER_RULES: tuple[Rule, ...] = (
+PLACEMENT_RULES = (pools_are_not_empty, every_role_has_a_worker, every_role_has_a_pool, every_pool_has_a_role)
+BATCH_RULES = (sizes_divide_the_pool, updates_split_evenly, token_budgets_hold_the_longest_sequence)
+OTHER_RULES = (
     groups_have_several_responses,
     needed_values_have_a_critic,
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,
+    the_estimator_reads_the_sum_that_a_penalty_is_in,
     bypassed_log_probs_are_in_no_reward,
     sums_of_squared_probabilities_are_not_bypassed,
     critic_warmup_leaves_steps_for_the_actor,
@@ -301,16 +281,6 @@ def _sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
     policy_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     size = policy_size if role in (Role.Actor, Role.RefPolicy, Role.Teacher) else 1
     return "actor_rollout_ref.actor.ulysses_sequence_parallel_size", size
-
-
-def _why_needed(role: str) -> str:
-    reasons: dict[str, str] = {
-        Role.RefPolicy: "a KL term or the algorithm compares the policy with the reference policy",
-        Role.Teacher: "the policy loss learns from a teacher",
-        Role.Critic: "the advantage estimator needs values",
-        Role.RewardModel: "reward_model.enable is true",
-    }
-    return reasons.get(role, "every run needs it")
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -27,8 +27,7 @@ class RecordConfig(ConfigModel):
     """Names the run in trackers and in the output folder."""
     # A list becomes a tuple, so that nothing below the entry point can change it.
     logger: Annotated[tuple[Logger, ...], BeforeValidator(list_of_one), Strict(False)] = ("console",)
-    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and jsonl (the run's metrics.jsonl) are
-    always on."""
+    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and metrics.jsonl are always on."""
     default_local_dir: Annotated[str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")]
     """Folder of the run's metrics, report and checkpoints."""
 
@@ -39,7 +38,7 @@ class RayInitConfig(ConfigModel):
     num_cpus: PositiveInt | None = None
     """CPU slots of a Ray started here; null means the machine's cores."""
     address: str | None = None
-    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a Ray of the run's own."""
+    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a new Ray."""
 
 
 class RayKwargsConfig(ConfigModel):
@@ -60,8 +59,7 @@ class RunConfig(ConfigModel):
     """Keys that name an algorithm, and where it is found. Its own options become keys too."""
 
     plugins: ModuleNames = ()
-    """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer; imported first,
-    in every process that uses them."""
+    """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""
     trainer: RecordConfig
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
 

@@ -74,7 +74,7 @@ class OverlongBufferConfig(ConfigModel):
     """Soft overlong punishment (DAPO, arXiv:2503.14476) of responses close to data.max_response_length."""
 
     enable: bool = False
-    """Add the penalty to the score of every training response, whoever scored it."""
+    """Add the penalty to the score of every training response."""
     len: Annotated[int, Field(ge=0)] = 0
     """Tokens below data.max_response_length over which the penalty grows from 0."""
     penalty_factor: Annotated[float, Field(ge=0)] = 1.0
@@ -131,8 +131,7 @@ class AlgorithmConfig(OpenConfigModel):
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO (arXiv:2503.20783)."""
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence to the reference policy from the reward (PPO). May be combined with
-    actor_rollout_ref.actor.use_kl_loss; both terms then apply."""
+    """Subtract the KL divergence to the reference policy from the reward (PPO), with or without actor.use_kl_loss."""
     kl_penalty: KlPenalty = "kl"
     """Per-token KL estimator in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KlControlConfig = KlControlConfig()
@@ -149,7 +148,7 @@ class TrainerConfig(RecordConfig):
     device: Literal["cuda", "cpu"] = "cuda"
     """Where workers compute. The preset device=cpu sets it together with everything else a CPU needs."""
     nnodes: PositiveInt = 1
-    """Nodes of the run; the placement presets share them out."""
+    """Nodes of the run, which the placement presets divide into pools."""
     n_gpus_per_node: PositiveInt = 8
     """GPUs per node, one training process each; with device cpu, processes per node."""
     total_epochs: PositiveInt = 30
@@ -163,11 +162,9 @@ class TrainerConfig(RecordConfig):
     test_freq: MinusOneOrPositive = -1
     """Training steps between validations, the last of which follows the last step; -1 means none."""
     save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints (training state, and the models in Hugging Face format); -1 means only the
-    models, after the last step."""
+    """Training steps between checkpoints of models and training state; -1 means only the models after the last step."""
     balance_batch: bool = True
-    """Give the ranks rows of about equal work in every mini-batch, attention included; which rows a mini-batch has does
-    not change."""
+    """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay the same."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated; the actor's schedule counts the others."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
@@ -196,11 +193,9 @@ class PPOConfig(RunConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
     resource_pool_spec: dict[str, Annotated[tuple[PositiveInt, ...], Strict(False)]] = Field(default={})
-    """Resource pools by name, each a list of processes per node, e.g. {actor_pool: [8, 8], critic_pool: [4]}. The
-    placement preset fills it."""
+    """Pools by name, each a list of processes per node, e.g. {actor_pool: [8, 8]}. The placement preset fills it."""
     role_mapping: dict[str, str] = Field(default={})
-    """Resource pool of each role: actor, rollout, ref, teacher, critic, reward_model, and every role of worker_classes.
-    The placement preset fills it."""
+    """Pool of each role, those of worker_classes included. The placement preset fills it for the built-in roles."""
     worker_classes: dict[str, str] = Field(default={})
     """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
 
@@ -232,18 +227,15 @@ class PPOConfig(RunConfig):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether log-probabilities are computed before the update. Where a batch is one optimizer step of the actor,
-        they are those of that step's own forward pass; only the KL penalty in the reward, corrections of the rollout
-        and some algorithms need them before, and perhaps a custom actor class."""
-        correction = self.algorithm.rollout_correction
-        if correction.bypass_mode:
-            return False
-        actor = self.actor_rollout_ref.actor
+        """Whether log-probabilities are computed before the update. If a batch is one optimizer step of the actor, its
+        forward pass gives them, unless the KL penalty in the reward, rollout corrections, an algorithm or a custom
+        actor class needs them before."""
+        actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
         is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
         is_compared = self.algorithm.use_kl_in_reward or bool(correction.rollout_is or correction.rollout_rs)
-        needed_before = {"old_log_probs", "sum_pi_squared", "selected_tokens"}
-        is_needed = is_compared or not needed_before.isdisjoint(self.estimator_needs | self.loss_needs)
-        return is_needed or not is_one_step or Role.Actor in self.worker_classes
+        inputs = {"old_log_probs", "sum_pi_squared", "selected_tokens"} & (self.estimator_needs | self.loss_needs)
+        is_needed = is_compared or inputs or not is_one_step or Role.Actor in self.worker_classes
+        return bool(is_needed) and not correction.bypass_mode
 
     @property
     def active_roles(self) -> tuple[str, ...]:
