@@ -1,71 +1,19 @@
 """Whole runs with real parts: Ray, FSDP2 over gloo, an inference engine, reward processes."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from runs import SPLIT, metrics_of, run_on_ray, tiny_run_settings
 from test_local_step import run_locally
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from waiting_rollout import SCORED
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.ray
-
-
-def assert_vllm_generates(model: Path) -> None:
-    """Loads a saved model as a server would, in a process of its own."""
-    program = (
-        "import sys, vllm\n"
-        "engine = vllm.LLM(sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=32, max_num_seqs=1)\n"
-        "print(engine.generate('1+2=', vllm.SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids)\n"
-    )
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(model)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.strip().splitlines()[-1].split(",")) == 2
-
-
-@pytest.mark.vllm
-def test_a_split_run_on_vllm_leaves_metrics_a_report_and_a_model_that_loads(tmp_path: Path, tiny_llama: Callable):
-    settings = tiny_run_settings(tmp_path, tiny_llama, engine="vllm")
-    run_on_ray([*settings, *SPLIT, "algorithm.use_kl_in_reward=true"])
-    run = tmp_path / "runs/latest"
-    validation, *steps = metrics_of(tmp_path)
-    assert validation["step"] == 0 and "val-core/exact_match/acc/mean@1" in validation
-    assert [row["step"] for row in steps] == [1, 2]
-    for row in steps:
-        assert row["training/rollout_probs_diff_max"] < 1e-4  # the engine has the trainer's weights
-        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
-        assert {"actor/reward_kl_penalty", "critic/vf_loss", "actor/pg_loss", "timing_s/gen"} <= row.keys()
-    assert steps[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
-    assert steps[1]["actor/reward_kl_penalty"] != 0  # the reference stayed behind
-    events = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
-    assert {e["pool"] for e in events if e["method"] == "update_actor"} == {"actor_rollout_ref_pool"}
-    assert {e["pool"] for e in events if e["method"] == "update_critic"} == {"critic_pool"}
-    assert "<svg" in (run / "report.html").read_text()
-    assert yaml.safe_load((run / "config.yaml").read_text())["role_mapping"]["critic"] == "critic_pool"
-    trained = run / "global_step_2/actor/huggingface"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
-    assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
-    assert_vllm_generates(trained)
 
 
 TELLING_REWARD = """

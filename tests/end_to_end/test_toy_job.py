@@ -1,5 +1,7 @@
 """The toy jobs of the examples learn, with vLLM: PPO on two pools and GRPO on one, from a quarter of the sums right."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from runs import metrics_of, run_on_ray
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 SPLIT_PLACEMENT, GRPO = ROOT / "examples/split_placement", ROOT / "examples/grpo"
@@ -35,10 +39,51 @@ def train(folder: Path, seed: int, steps: int, *settings: str, example: Path = S
     return metrics_of(folder)
 
 
-def test_the_toy_job_raises_held_out_accuracy_from_below_0_4_to_above_0_8(tmp_path: Path):
-    start, *_, end = train(tmp_path, seed=1, steps=8)
+def assert_vllm_generates(model: Path) -> None:
+    """Loads a saved model as a server would, in a process of its own."""
+    program = (
+        "import sys, vllm\n"
+        "engine = vllm.LLM(sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=32, max_num_seqs=1)\n"
+        "print(engine.generate('1+2=', vllm.SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids)\n"
+    )
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.strip().splitlines()[-1].split(",")) == 2
+
+
+@pytest.mark.timeout(600)  # the world is made where there is none
+def test_the_toy_job_raises_held_out_accuracy_and_leaves_metrics_a_report_and_a_model_that_loads(tmp_path: Path):
+    start, *steps = train(tmp_path, seed=1, steps=8)
+    run = tmp_path / "runs/latest"
     assert start["step"] == 0 and start[ACCURACY] < 0.4
-    assert end["step"] == 8 and end[ACCURACY] > 0.8
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6, 7, 8] and steps[-1][ACCURACY] > 0.8
+    for row in steps:
+        assert row["training/rollout_probs_diff_max"] < 1e-4  # the engine has the trainer's weights
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+        assert {"critic/vf_loss", "actor/pg_loss", "timing_s/gen"} <= row.keys()
+    assert steps[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert steps[1]["actor/reward_kl_penalty"] != 0  # the reference stayed behind
+    events = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    assert {e["pool"] for e in events if e["method"] == "update_actor"} == {"actor_rollout_ref_pool"}
+    assert {e["pool"] for e in events if e["method"] == "update_critic"} == {"critic_pool"}
+    assert "<svg" in (run / "report.html").read_text()
+    assert yaml.safe_load((run / "config.yaml").read_text())["role_mapping"]["critic"] == "critic_pool"
+    trained = run / "global_step_8/actor/huggingface"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
+    assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
+    assert_vllm_generates(trained)
 
 
 @pytest.mark.proof
