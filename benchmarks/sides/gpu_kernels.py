@@ -12,7 +12,7 @@ import transformers
 from benchmarks.sides.gpu_process import seconds_of
 from benchmarks.sides.head_ours import naive
 from verl_like.workers.models import linear_log_prob as head_module
-from verl_like.workers.models.attention import packed_flash, packed_sdpa, packed_varlen
+from verl_like.workers.models.attention import Kernel, Sequences, packed_flash, packed_sdpa, packed_varlen
 
 # Legend: N tokens of all sequences, H query heads, G key/value heads, D head size; M scored tokens, V vocabulary.
 
@@ -76,27 +76,19 @@ def draw_attention(heads: int, groups: int, head_dim: int, num_tokens: int, devi
 
 
 def with_gradients(
-    kernel: Callable[..., torch.Tensor], tensors: list[torch.Tensor], lengths: list[int], window: int | None
+    kernel: Kernel, tensors: list[torch.Tensor], lengths: list[int], window: int | None
 ) -> list[torch.Tensor]:
     """Output, and gradients of query, key and value."""
     *inputs, grad_output = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     starts = torch.tensor([0, *lengths], device=grad_output.device).cumsum(0).int()
-    output = kernel(*leaves, lengths, starts, None, window, None)
+    output = kernel(*leaves, Sequences(lengths, starts, window=window))
     return [output.detach(), *torch.autograd.grad(output, leaves, grad_output)]
 
 
-def written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: list[int],
-    starts: torch.Tensor,
-    scale: None,
-    window: int | None,
-    softcap: None,
-) -> torch.Tensor:
+def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """The same as a softmax over all N tokens: a token sees those before it in its own sequence, and in the window."""
+    lengths, window = sequences.lengths, sequences.window
     sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(query.device)
     place_N = torch.arange(len(sequence_N), device=query.device)
     distance_NN = place_N[:, None] - place_N

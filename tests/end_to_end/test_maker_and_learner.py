@@ -33,7 +33,7 @@ def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
     for group in groups.values():
         group.init_model()
     # Two of the batch's four prompts a mini-batch, with two responses each.
-    return Learner(**groups, actor_mini_batch_rows=4, critic_mini_batch_rows=4, critic_warmup=critic_warmup)
+    return Learner(**groups, num_actor_mini_batch_rows=4, num_critic_mini_batch_rows=4, critic_warmup=critic_warmup)
 
 
 def experience_of(trainer: LocalTrainer, batch: DataProto) -> Experience:

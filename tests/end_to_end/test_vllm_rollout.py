@@ -14,7 +14,7 @@ from verl_like.protocol import DataProto, pad_dataproto_to_divisor
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
-from verl_like.workers.rollout import FinishedSample, base, build_rollout_engine
+from verl_like.workers.rollout import FinishedSample, base, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
@@ -36,8 +36,9 @@ class RolloutProcess:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
-        self.engine = build_rollout_engine(
-            RolloutConfig(**settings),
+        config = RolloutConfig(**settings)
+        self.engine = get_rollout_engine(config.name)(
+            config,
             TrainedModelConfig(path=path),
             rank=rank,
             world_size=world_size,
@@ -237,7 +238,7 @@ def test_greedy_responses_equal_those_of_transformers(
 ) -> None:
     path, model = tied_model
     call(process, "load_weights", export(model, 2), 2)
-    reference = build_rollout_engine(
+    reference = get_rollout_engine("hf")(
         RolloutConfig(**rollout_settings(name="hf")),
         TrainedModelConfig(path=path),
         rank=0,

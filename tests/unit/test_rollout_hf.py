@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
-from verl_like.workers.rollout import RolloutEngine, RolloutError, base, build_rollout_engine
+from verl_like.workers.rollout import RolloutEngine, RolloutError, base, get_rollout_engine
 from verl_like.workers.rollout.base import (
     Completion,
     FinishedSample,
@@ -54,7 +54,9 @@ def make_engine(
     log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}  # the actor reads them
     shape = {"prompt_length": WIDTH, "response_length": 20}
     config = RolloutConfig(**{"name": "hf", "dtype": "float32", "n": 3, **shape, **log_probs, **settings})
-    engine = build_rollout_engine(config, TrainedModelConfig(path=path), rank=rank, world_size=2, seed=5, device="cpu")
+    engine = get_rollout_engine(config.name)(
+        config, TrainedModelConfig(path=path), rank=rank, world_size=2, seed=5, device="cpu"
+    )
     if load:
         engine.load_weights([export(trained, version=7)], 7)
     return engine

@@ -57,7 +57,7 @@ def test_balanced_ranks_get_equal_work_and_others_their_rows_as_they_come(batch:
 
 def test_an_update_has_the_same_mini_batches_balanced_or_not(batch: DataProto, group: LocalWorkerGroup):
     for balance in (False, True):
-        ordered = RowWork.of(batch, COST, balance=balance).ordered(batch, group.work, mini_batch_rows=4)
+        ordered = RowWork.of(batch, COST, balance=balance).ordered(batch, group.work, num_mini_batch_rows=4)
         ranks = ordered.order.reshape(2, 2, 2)  # rank, mini-batch, row
         assert [sorted(ranks[:, i].flatten().tolist()) for i in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert np.array(LENGTHS)[ranks].sum(-1).tolist() == [[9, 8], [9, 8]]
@@ -72,7 +72,7 @@ def test_rows_that_do_not_divide_and_methods_that_take_the_whole_batch_get_it_as
 
 
 def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: LocalWorkerGroup):
-    metrics = RowWork.of(batch, COST, balance=True).metrics(group.work, mini_batch_rows=4)
+    metrics = RowWork.of(batch, COST, balance=True).metrics(group.work, num_mini_batch_rows=4)
     values = {name: metric.value for name, metric in metrics.items()}
     # Unbalanced: rank 0 has rows 0, 1, 4, 5 (24 tokens), rank 1 the others (10); the slower one sets the pace.
     assert values == {
@@ -90,7 +90,7 @@ def test_the_imbalance_is_that_of_each_mini_batch():
     batch = DataProto.from_dict(tensors={"attention_mask": mask.long(), "response_mask": torch.zeros(6, 4).long()})
     cost = ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=())
     metrics = RowWork.of(batch, cost, balance=False).metrics(
-        LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, mini_batch_rows=2
+        LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, num_mini_batch_rows=2
     )
     for name in ("unbalanced", "balanced"):
         assert metrics[f"perf/imbalance/{name}"].value == pytest.approx((8 + 6 + 5) / (4.5 + 4 + 4))

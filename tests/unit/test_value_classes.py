@@ -15,7 +15,7 @@ from verl_like.workers.engine import mesh
 from verl_like.workers.engine.base import StepResult
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 
-MICRO = MicroBatching(rows=1, tokens=2, by_tokens=False)
+MICRO = MicroBatching(num_rows=1, max_tokens=2, by_tokens=False)
 WORK = RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True)
 VALUES = [
     MICRO,

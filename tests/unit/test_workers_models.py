@@ -28,7 +28,7 @@ from transformers import (
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import linear_log_prob
-from verl_like.workers.models.attention import choose_attention, packed_varlen
+from verl_like.workers.models.attention import Sequences, choose_attention, packed_varlen
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, pack
 from verl_like.workers.models.pretrained import check_sequence_length, load_hf_config, load_pretrained
@@ -280,7 +280,7 @@ def test_the_varlen_kernel_takes_grouped_heads_and_windows(groups):
         for heads in (4, groups, groups)
     )
     starts = torch.empty(3, dtype=torch.int32, device="meta")
-    output = packed_varlen(query, key, value, [4, 6], starts, None, 3, None)
+    output = packed_varlen(query, key, value, Sequences([4, 6], starts, window=3))
     assert output.shape == (1, 10, 4, 64)
     gradients = torch.autograd.grad(output.sum(), (query, key, value))
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]

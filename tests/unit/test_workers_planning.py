@@ -127,7 +127,7 @@ def test_a_mini_batch_has_the_same_rows_on_any_number_of_ranks_and_every_rank_as
 def test_ranks_get_about_the_same_work_in_every_mini_batch():
     # Two long rows and two short ones in each half: taken as they come, one rank would have both long ones.
     work = [100, 90, 1, 2, 3, 70, 4, 80]
-    assert rank_order(8, mini_batch_rows=4, world_size=2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert rank_order(8, num_mini_batch_rows=4, world_size=2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     order = balanced_rank_order(work, 4, 2)
     assert order.dtype == np.int64
     loads = np.asarray(work)[order].reshape(2, 2, 2).sum(-1).T.tolist()  # of the ranks, by mini-batch

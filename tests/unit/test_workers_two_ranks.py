@@ -63,7 +63,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
         (out / f"{layout}_exported_{rank}.json").write_text(json.dumps([n for b in export.buckets for n in b.names]))
         worker.save_checkpoint(str(out / f"{layout}_checkpoint"))
         worker.save_hf(str(out / f"{layout}_huggingface"))
-    ordered = make_batch(rows=8).select_idxs(rank_order(8, mini_batch_rows=4, world_size=2))
+    ordered = make_batch(rows=8).select_idxs(rank_order(8, num_mini_batch_rows=4, world_size=2))
     worker = ActorWorker(policy_config(model, prompts=4, micro=1, **SMALL_STEPS))
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4))))

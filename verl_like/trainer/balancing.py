@@ -27,29 +27,31 @@ class RowWork:
         tokens_B, scored_B = (batch.batch[name].sum(-1).numpy() for name in ("attention_mask", "response_mask"))
         return cls(tokens_B, cost.forward(tokens_B, scored_B), balance)
 
-    def submit(self, method: BoundMethod, batch: DataProto, mini_batch_rows: int | None = None) -> Future[Any]:
+    def submit(self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None) -> Future[Any]:
         """Starts a method on the batch, divided as by `ordered`; results are in the batch's own order."""
-        return method.remote(self.ordered(batch, method, mini_batch_rows))
+        return method.remote(self.ordered(batch, method, num_mini_batch_rows))
 
-    def ordered(self, batch: DataProto, method: BoundMethod, mini_batch_rows: int | None = None) -> DataProto | Ordered:
+    def ordered(
+        self, batch: DataProto, method: BoundMethod, num_mini_batch_rows: int | None = None
+    ) -> DataProto | Ordered:
         """The batch in the order in which the ranks of a method get it.
 
-        Mini-batch i of an update is rows i * mini_batch_rows to (i + 1) * mini_batch_rows of the batch, an equal share
-        on each of any number of ranks. Without `mini_batch_rows` the batch is one mini-batch, whose rows need not
-        divide by the ranks: then it stays as it is.
+        With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, an equal
+        share on each of any number of ranks. Without it the batch is one mini-batch, whose rows need not divide by
+        the ranks: then it stays as it is.
         """
         num_ranks = data_parallel_size(method)
-        if num_ranks is None or (mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
+        if num_ranks is None or (num_mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
             return batch
-        return Ordered(batch, self.order(num_ranks, mini_batch_rows or len(batch)))
+        return Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch)))
 
-    def order(self, num_ranks: int, mini_batch_rows: int) -> np.ndarray:
+    def order(self, num_ranks: int, num_mini_batch_rows: int) -> np.ndarray:
         """(B,) int64: the rows of the first rank, then those of the second, and so on."""
         if self.balance:
-            return balanced_rank_order(self.flops_B, mini_batch_rows, num_ranks)
-        return rank_order(len(self.flops_B), mini_batch_rows, num_ranks)
+            return balanced_rank_order(self.flops_B, num_mini_batch_rows, num_ranks)
+        return rank_order(len(self.flops_B), num_mini_batch_rows, num_ranks)
 
-    def metrics(self, method: BoundMethod, mini_batch_rows: int) -> dict[str, Metric]:
+    def metrics(self, method: BoundMethod, num_mini_batch_rows: int) -> dict[str, Metric]:
         """How even the work of an update's ranks is, before and after balancing.
 
         `global_seqlen/*`: tokens of a rank. `perf/imbalance/*`: FLOPs of each mini-batch's busiest rank over those of
@@ -57,8 +59,8 @@ class RowWork:
         """
         num_ranks = data_parallel_size(method)
         assert num_ranks is not None
-        plain = rank_order(len(self.flops_B), mini_batch_rows, num_ranks)
-        used = self.order(num_ranks, mini_batch_rows)
+        plain = rank_order(len(self.flops_B), num_mini_batch_rows, num_ranks)
+        used = self.order(num_ranks, num_mini_batch_rows)
         before, after = (self.tokens_B[order].reshape(num_ranks, -1).sum(-1) for order in (plain, used))
         metrics = {
             "global_seqlen/min": Metric.min(before.min()),
@@ -69,7 +71,9 @@ class RowWork:
             "global_seqlen/mean": Metric.mean(before.mean()),
         }
         for name, order in (("unbalanced", plain), ("balanced", used)):
-            work = self.flops_B[order].reshape(num_ranks, -1, mini_batch_rows // num_ranks).sum(-1)  # rank, mini-batch
+            work = (
+                self.flops_B[order].reshape(num_ranks, -1, num_mini_batch_rows // num_ranks).sum(-1)
+            )  # rank, mini-batch
             metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum())
         return metrics
 

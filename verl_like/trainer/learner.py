@@ -31,9 +31,9 @@ class Learner:
 
     actor: WorkerGroup
     critic: WorkerGroup | None
-    actor_mini_batch_rows: int
+    num_actor_mini_batch_rows: int
     """Rows of one optimizer step over all ranks."""
-    critic_mini_batch_rows: int
+    num_critic_mini_batch_rows: int
     critic_warmup: int
     """First training steps that leave the actor as it is."""
     version: int = 0
@@ -50,9 +50,9 @@ class Learner:
         self.version += 1
         batch, work, pending = experience.batch, experience.work, []
         if self.critic:
-            pending.append(work.submit(self.critic.update_critic, batch, self.critic_mini_batch_rows))
+            pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
         if self.version > self.critic_warmup:
-            pending.append(work.submit(self.actor.update_actor, batch, self.actor_mini_batch_rows))
+            pending.append(work.submit(self.actor.update_actor, batch, self.num_actor_mini_batch_rows))
         return Update(pending)
 
     def export_weights(self) -> Weights:
@@ -61,7 +61,7 @@ class Learner:
 
     def balance_metrics(self, experience: Experience) -> dict[str, Metric]:
         """How evenly the ranks of the actor's update are loaded."""
-        return experience.work.metrics(self.actor.update_actor, self.actor_mini_batch_rows)
+        return experience.work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows)
 
     def save(self, folder: Path, *, with_checkpoint: bool) -> None:
         """Writes the models in Hugging Face format, and with a checkpoint the state that training needs to continue."""

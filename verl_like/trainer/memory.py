@@ -139,7 +139,7 @@ class TrainingRole:
     def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
         """During a pass, in addition to `at_rest`; see `activations_per_token`."""
         itemsize, trained = getattr(torch, self.fsdp.dtype).itemsize, isinstance(self.fsdp, TrainedFsdpConfig)
-        tokens = self.passes.tokens if self.passes.by_tokens else self.passes.rows * sequence_length
+        tokens = self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
         scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
         layer = activations_per_token(self.size) * itemsize * tokens
         kept = 0.0

@@ -118,8 +118,8 @@ class RayPPOTrainer:
         return Learner(
             actor=self.groups[Role.Actor],
             critic=self.groups.get(Role.Critic),
-            actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
-            critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
+            num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
+            num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
             critic_warmup=config.trainer.critic_warmup,
         )
 

@@ -31,6 +31,8 @@ from verl_like.workers.weight_sync import WeightExport, collect_weights
 LOSS_COLUMNS = ["teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"]
 """Further inputs of some policy losses."""
 
+BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
+
 
 class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
@@ -71,7 +73,7 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         )
 
     @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
+        dispatch_mode=BY_SHARD,
         blocking=False,
         reads=SEQUENCE_COLUMNS,
         writes=["old_log_probs", "entropys", "sum_pi_squared?"],
@@ -91,7 +93,7 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         return output
 
     @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"),
+        dispatch_mode=BY_SHARD,
         blocking=False,
         reads=[*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?", *LOSS_COLUMNS],
     )
@@ -105,10 +107,10 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         """
         rows = to_rows(data, self.device)
         num_rows, schedule = len(rows["input_ids"]), self.schedule
-        if "old_log_probs" not in rows and (schedule.epochs > 1 or num_rows > schedule.mini_batch_rows):
+        if "old_log_probs" not in rows and (schedule.epochs > 1 or num_rows > schedule.num_mini_batch_rows):
             raise ValueError(
                 f"update_actor got no old_log_probs for {num_rows} rows, which are {schedule.epochs} epoch(s) in steps "
-                f"of {schedule.mini_batch_rows}: from the second step on the policy is another one; call "
+                f"of {schedule.num_mini_batch_rows}: from the second step on the policy is another one; call "
                 "compute_log_prob before and add what it returns to the batch."
             )
         stopwatch = Stopwatch(self.engine, rows, "actor", passes=3 * self.schedule.epochs)

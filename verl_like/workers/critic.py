@@ -7,20 +7,15 @@ from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
-from verl_like.workers.engine.mini_batches import (
-    DeviceMetric,
-    MicroMetrics,
-    MiniBatch,
-    Rows,
-    to_rows,
-    update,
-)
+from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, to_rows, update
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching
+
+BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
 
 class CriticWorker(TrainedWorker):
@@ -75,12 +70,7 @@ class CriticWorker(TrainedWorker):
             )
         )
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
-        blocking=False,
-        reads=SEQUENCE_COLUMNS,
-        writes=["values"],
-    )
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimated return from each response token, (B, R) float32: read at the token before it."""
         micro_batching = MicroBatching(
@@ -90,11 +80,7 @@ class CriticWorker(TrainedWorker):
         )
         return self.infer(data, ["values"], micro_batching, lambda micro: (self._predict(micro),), phase="values")
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"),
-        blocking=False,
-        reads=[*SEQUENCE_COLUMNS, "values", "returns"],
-    )
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns"])
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
         rows = to_rows(data, self.device)

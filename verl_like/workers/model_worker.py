@@ -17,7 +17,7 @@ from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.engine.mini_batches import Rows, UpdateSchedule, forward, to_rows
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packed_models import PackedModel
-from verl_like.workers.planning.partition import MicroBatching, num_groups, rows_per_rank
+from verl_like.workers.planning.partition import MicroBatching, num_groups, num_rows_per_rank
 
 
 class ModelWorker(Worker):
@@ -98,7 +98,7 @@ class TrainedWorker(ModelWorker):
         prompts, n = settings.ppo_mini_batch_size, samples_per_prompt
         what = f"{key}.ppo_mini_batch_size={prompts} prompts x {n} samples = "
         self.schedule = UpdateSchedule(
-            mini_batch_rows=rows_per_rank(prompts * n, prompts * n, shards, what=what),
+            num_mini_batch_rows=num_rows_per_rank(prompts * n, prompts * n, shards, what=what),
             micro_batching=MicroBatching(
                 settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
             ),

@@ -59,9 +59,7 @@ class RewardModelWorker(ModelWorker):
                 f"{limit}; lower data.max_prompt_length + data.max_response_length, or take another reward model."
             )
         micro_batching = MicroBatching(
-            self.config.micro_batch_size_per_gpu,
-            self.config.forward_max_token_len_per_gpu,
-            self.config.use_dynamic_bsz,
+            self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
         )
         (rm_scores_BR,) = forward(self.engine, rows, micro_batching, self._score)
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})

@@ -1,4 +1,4 @@
-"""The policy as it generates responses, in an inference engine."""
+"""The policy as it generates responses, in a rollout engine."""
 
 from collections.abc import Generator
 from typing import Any
@@ -8,7 +8,7 @@ from verl_like.single_controller.decorator import Dispatch, make_nd_compute_data
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.rollout import FinishedSample, build_rollout_engine
+from verl_like.workers.rollout import FinishedSample, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport
 
 
@@ -26,8 +26,8 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Starts the inference engine; it has no weights before `load_weights`."""
-        self.rollout = build_rollout_engine(
+        """Starts the rollout engine; it has no weights before `load_weights`."""
+        self.rollout = get_rollout_engine(self.config.rollout.name)(
             self.config.rollout,
             self.config.model,
             rank=self.rank,
@@ -39,7 +39,7 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
-        """Takes what all ranks of the actor exported into the inference engine; samples then carry `version`."""
+        """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`."""
         return self.rollout.load_weights(exported, version)
 
     @register(

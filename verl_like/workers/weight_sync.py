@@ -1,4 +1,4 @@
-"""Carries the trainer's weights to the rollout engines and proves that they arrived."""
+"""Carries the trainer's weights to the rollout engines and checks that they arrived."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

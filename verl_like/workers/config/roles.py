@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, OpenConfigModel, PositiveInt
 from verl_like.workers.config.engine import ActorOptimConfig, CriticOptimConfig, ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
-from verl_like.workers.config.rollout import RolloutConfig
+from verl_like.workers.config.rollout import LogProbConfig, RolloutConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlPenalty = Literal[
@@ -83,19 +80,13 @@ class ActorConfig(OpenConfigModel):
         return self
 
 
-class RefConfig(ConfigModel):
+class RefConfig(LogProbConfig):
     """The frozen reference policy."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[
         PositiveInt, Follows("${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}")
     ]
     """Responses per forward pass on one rank when reference log-probabilities are computed."""
-    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
-    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
-    log_prob_max_token_len_per_gpu: Annotated[
-        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
-    ]
-    """Most tokens, without padding, of such a pass on one rank."""
     fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
 

@@ -34,7 +34,20 @@ class SamplingConfig(ConfigModel):
         return self
 
 
-class RolloutConfig(ConfigModel):
+class LogProbConfig(ConfigModel):
+    """The passes in which a role of the policy computes log-probabilities."""
+
+    log_prob_micro_batch_size_per_gpu: PositiveInt = 8
+    """Responses per forward pass on one rank when log-probabilities are computed."""
+    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
+    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
+    log_prob_max_token_len_per_gpu: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    ]
+    """Most tokens, without padding, of such a pass on one rank."""
+
+
+class RolloutConfig(LogProbConfig):
     """The engine that generates responses."""
 
     name: str = "vllm"
@@ -69,12 +82,4 @@ class RolloutConfig(ConfigModel):
     max_num_seqs: PositiveInt | None = None
     """Most sequences the engine processes at once; null means vLLM's own number for the GPU (1024 with 70 GiB or more,
     A100: 256), and 256 on a CPU and for the hf engine."""
-    log_prob_micro_batch_size_per_gpu: PositiveInt = 8
-    """Responses per forward pass on one rank when the actor recomputes log-probabilities."""
-    log_prob_use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]
-    """Fill those passes by tokens, up to log_prob_max_token_len_per_gpu, instead of by responses."""
-    log_prob_max_token_len_per_gpu: Annotated[
-        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
-    ]
-    """Most tokens, without padding, of such a pass on one rank."""
     val_kwargs: SamplingConfig = SamplingConfig()

@@ -24,15 +24,9 @@ from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import StepResult, TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
-from verl_like.workers.engine.sequence_parallel import shard
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
-from verl_like.workers.models.pretrained import (
-    compile_layers,
-    decoder_layers,
-    replace_folder,
-    save_pretrained,
-)
+from verl_like.workers.models.pretrained import compile_layers, decoder_layers, replace_folder, save_pretrained
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
@@ -55,7 +49,7 @@ class FsdpEngine(TrainingEngine):
         activation_offload: keep what the backward pass needs in host memory; on a CPU it is there anyway.
         torch_compile: compile the decoder layers.
         sequence_parallel_size: ranks that share each packed batch.
-        shares_device: whether an inference engine in another process takes memory of the device in turn.
+        shares_device: whether a rollout engine in another process takes memory of the device in turn.
 
     Raises:
         ValueError: ranks or attention heads do not divide as the settings ask.
@@ -164,7 +158,7 @@ class FsdpEngine(TrainingEngine):
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         packed = pack(rows)
-        return packed if self.exchange is None else shard(packed, self.exchange)
+        return packed if self.exchange is None else packed.shard(self.exchange)
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         return self.model(packed, *inputs)
@@ -224,7 +218,7 @@ class FsdpEngine(TrainingEngine):
             yield name.removeprefix("hf."), parameter
 
     def save(self, path: str) -> None:
-        # What is offloaded is written from where it is, so that an inference engine keeps its share of the device.
+        # What is offloaded is written from where it is, so that a rollout engine keeps its share of the device.
         partial = Path(f"{path}.partial")
         dcp.save(self._state(), checkpoint_id=partial)
         if dist.get_rank() == 0:
@@ -236,9 +230,8 @@ class FsdpEngine(TrainingEngine):
             raise ValueError(f"There is no checkpoint at {path} ({Path(path, '.metadata')} does not exist).")
         state = self._state()
         dcp.load(state, checkpoint_id=path)
-        optimizers = [self.optimizer] if self.optimizer else []
         set_state_dict(
-            self.model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
+            self.model, self._optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
         )
         self.training_steps = int(state["training_steps"])
 
@@ -246,7 +239,7 @@ class FsdpEngine(TrainingEngine):
         dtype = getattr(torch, self.dtype)
         kept = {}
         # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
-        # host memory, for an inference engine may have its share of the device.
+        # host memory, for a rollout engine may have its share of the device.
         for name, parameter in self.named_parameters():
             gathered = cast(DTensor, parameter.detach().to("cpu", dtype)).full_tensor()
             if dist.get_rank() == 0:
@@ -254,8 +247,11 @@ class FsdpEngine(TrainingEngine):
         if dist.get_rank() == 0:
             save_pretrained(self.model.hf, kept, config, dtype, path)
 
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer] if self.optimizer else []
+
     def _state(self) -> dict[str, Any]:
-        optimizers = [self.optimizer] if self.optimizer else []
-        model_state, optimizer_state = get_state_dict(self.model, optimizers)
+        model_state, optimizer_state = get_state_dict(self.model, self._optimizers)
         state = {"model": model_state, "training_steps": torch.tensor(self.training_steps)}
-        return state | ({"optimizer": optimizer_state} if optimizers else {})
+        return state | ({"optimizer": optimizer_state} if self.optimizer else {})

@@ -53,7 +53,7 @@ class MiniBatch:
 class UpdateSchedule:
     """How a rank's rows become optimizer steps."""
 
-    mini_batch_rows: int
+    num_mini_batch_rows: int
     """Rows of this rank in one optimizer step."""
     micro_batching: MicroBatching
     """Which of them share a forward and backward pass."""
@@ -133,7 +133,7 @@ def forward(
     all_rows = torch.arange(len(rows["input_ids"]))
     (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size)
     with engine.on_device():
-        outputs = [run(_select(rows, micro_batch)) for micro_batch in micro_batches]
+        outputs = [run({name: column[at] for name, column in rows.items()}) for at in micro_batches]
     place_B = torch.cat(micro_batches).argsort()
     return [torch.cat(column).cpu()[place_B] for column in zip(*outputs, strict=True)]
 
@@ -149,17 +149,15 @@ def update(
         for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
             unread: list[MicroMetrics] = []
             for index, micro_batch in enumerate(mini_batch.micro_batches):
-                micro_loss, micro_metrics = loss(_select(rows, micro_batch), mini_batch)
+                micro_rows = {name: column[micro_batch] for name, column in rows.items()}
+                micro_loss, micro_metrics = loss(micro_rows, mini_batch)
                 engine.backward(micro_loss, is_last=index == len(mini_batch.micro_batches) - 1)
                 unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.sum(micro_loss, mini_batch.share)}]
             steps.append(engine.step())
             metrics += read_metrics(unread)
     engine.training_steps += 1
     metrics += [{f"{prefix}/grad_norm": Metric.mean(step.grad_norm)} for step in steps if not step.skipped]
-    own = {
-        f"{prefix}/lr": Metric.mean(lr),
-        f"{prefix}/skipped_steps": Metric.max(sum(step.skipped for step in steps)),
-    }
+    own = {f"{prefix}/lr": Metric.mean(lr), f"{prefix}/skipped_steps": Metric.max(sum(step.skipped for step in steps))}
     return merge_metrics([*metrics, own, memory_metrics(engine.device, prefix)])
 
 
@@ -180,34 +178,34 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
 
 
-def _plan(rows: Rows, schedule: UpdateSchedule, holders: int) -> list[MiniBatch]:
+def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> list[MiniBatch]:
     """The mini-batches of all epochs with their counts; those without any token on any rank are left out.
 
-    Each row is on `holders` ranks and counts once.
+    Each row is on `sequence_parallel_size` ranks and counts once.
     """
-    chunks = torch.arange(len(rows["input_ids"])).split(schedule.mini_batch_rows)
-    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, holders)
+    chunks = torch.arange(len(rows["input_ids"])).split(schedule.num_mini_batch_rows)
+    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
-    counts /= holders
+    counts /= sequence_parallel_size
     used = [(own, *count) for own, count in zip(micro_batches, counts.tolist(), strict=True) if count[0] > 0]
     share = 1 / (len(used) * schedule.epochs) if used else 0.0
     return [MiniBatch(own, tokens, sequences, share) for own, tokens, sequences in used] * schedule.epochs
 
 
 def _micro_batches(
-    rows: Rows, chunks: Sequence[torch.Tensor], micro_batching: MicroBatching, holders: int
+    rows: Rows, chunks: Sequence[torch.Tensor], micro_batching: MicroBatching, sequence_parallel_size: int
 ) -> list[list[torch.Tensor]]:
     """The micro-batches of each chunk of this rank's rows: as many as on every other rank, none above its budget.
 
     Every rank computes and communicates in each pass, so those that need fewer make as many as the one that needs most.
-    Ranks have chunks of the same sizes, so there is a row for each. `holders` ranks share the tokens of each row.
+    Ranks have chunks of the same sizes, so there is a row for each. Ranks that share sequences hold that many budgets.
     """
     if not micro_batching.by_tokens:
-        return [list(chunk.split(micro_batching.rows)) for chunk in chunks]
+        return [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
     lengths_B = rows["attention_mask"].sum(-1).cpu()
-    pack = partial(pack_into_micro_batches, max_tokens=micro_batching.tokens * holders)
+    pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
     lengths = [lengths_B[chunk].tolist() for chunk in chunks]
     needed = torch.tensor([len(pack(of_chunk)) for of_chunk in lengths])
     dist.all_reduce(needed, op=dist.ReduceOp.MAX)
@@ -215,7 +213,3 @@ def _micro_batches(
         [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]
         for chunk, of_chunk, count in zip(chunks, lengths, needed.tolist(), strict=True)
     ]
-
-
-def _select(rows: Rows, indices: torch.Tensor) -> Rows:
-    return {name: column[indices] for name, column in rows.items()}

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -56,12 +57,27 @@ def require_flash_attention(requested: str | None, key: str) -> None:
         )
 
 
-# (query (1 H N D), key and value (1 G N D), lengths, cu_seqlens, scale, window, softcap) -> (1 N H D)
-Kernel = Callable[..., torch.Tensor]
+@dataclass(frozen=True)
+class Sequences:
+    """How N tokens are sequences, and what each token of them attends to."""
+
+    lengths: list[int]
+    cu_seqlens: torch.Tensor
+    """(S + 1,) int32, where each of the S sequences starts; the last entry is N."""
+    scale: float | None = None
+    """Factor of the attention logits; None means 1 / sqrt(D)."""
+    window: int | None = None
+    """The nearest tokens that a token attends to, itself among them; None means all before it."""
+    softcap: float | None = None
+    """Bound of the attention logits."""
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
+"""(query (1 H N D), key and value (1 G N D), sequences) -> (1 N H D)."""
 
 
 def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
-    """What transformers calls for every layer: `kernel` behind the checks and the exchange of sequence parallelism."""
+    """What transformers calls in every layer: checks, the exchange of sequence parallelism, and `kernel`."""
 
     @torch.compiler.disable
     def attend(
@@ -91,7 +107,8 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             raise ValueError(f"{type(module).__name__} {kind}, which packed attention does not compute.")
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
-        output = kernel(query, key, value, sequence_lengths.tolist(), cu_seqlens, scaling, sliding_window, softcap)
+        sequences = Sequences(sequence_lengths.tolist(), cu_seqlens, scaling, sliding_window, softcap)
+        output = kernel(query, key, value, sequences)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
         return output, None
@@ -99,18 +116,10 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     return attend
 
 
-def packed_sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequence_lengths: list[int],
-    cu_seqlens: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def packed_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """Causal attention of each sequence to itself, one call for neighbours of the same length."""
-    runs = [(length, len(list(same))) for length, same in groupby(sequence_lengths)]
+    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    scale, window, softcap = sequences.scale, sequences.window, sequences.softcap
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
     split = (tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value))
@@ -146,56 +155,32 @@ _VARLEN_GROUPED: dict[str, Any] = (
 )
 
 
-def packed_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequence_lengths: list[int],
-    cu_seqlens: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def packed_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """The same by torch's variable-length kernel, in one call."""
-    assert softcap is None, "choose_attention gives a model with bounded logits another kernel"
-    longest = max(sequence_lengths)
+    assert sequences.softcap is None, "choose_attention gives a model with bounded logits another kernel"
+    starts, longest, window = sequences.cu_seqlens, max(sequences.lengths), sequences.window
     query_NHD, key_NHD, value_NHD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     output_NHD: Any = varlen_attn(
-        query_NHD,
-        key_NHD,
-        value_NHD,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        scale=scale,
+        *(query_NHD, key_NHD, value_NHD, starts, starts, longest, longest),
+        scale=sequences.scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_VARLEN_GROUPED,
     )
     return output_NHD.unsqueeze(0)
 
 
-def packed_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequence_lengths: list[int],
-    cu_seqlens: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def packed_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """The same by flash-attn's variable-length kernel, in one call."""
     from flash_attn import flash_attn_varlen_func
 
-    longest = max(sequence_lengths)
+    starts, longest, window = sequences.cu_seqlens, max(sequences.lengths), sequences.window
     output_NHD = flash_attn_varlen_func(
         *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-        *(cu_seqlens, cu_seqlens, longest, longest),
-        softmax_scale=scale,
+        *(starts, starts, longest, longest),
+        softmax_scale=sequences.scale,
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),
-        softcap=softcap or 0.0,
+        softcap=sequences.softcap or 0.0,
     )
     return output_NHD.unsqueeze(0)
 

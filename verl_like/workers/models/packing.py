@@ -1,12 +1,12 @@
 """Rows without padding: how a batch is packed for a forward pass, and what a pass returns unpacked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch.nn import functional as F
 
-from verl_like.workers.models.sequence_exchange import SequenceShare
+from verl_like.workers.models.sequence_exchange import SequenceExchange, SequenceShare
 
 # Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
 # S sequences.
@@ -43,6 +43,33 @@ class PackedBatch:
         padded = torch.zeros(self.response_mask.shape, dtype=torch.float32, device=scored_values.device)
         return padded.masked_scatter(self.response_mask, scored_values.float())
 
+    def shard(self, exchange: SequenceExchange) -> "PackedBatch":
+        """This rank's share of the tokens, with the scored tokens among them; `unpack` gathers their values.
+
+        The batch is filled up to a multiple of s by one more sequence, of which nothing is scored.
+        """
+        num_tokens = self.input_ids.size(1)
+        filler = -num_tokens % exchange.size
+        share = (num_tokens + filler) // exchange.size
+        tokens = slice(exchange.rank * share, (exchange.rank + 1) * share)
+        # Scored tokens ascend, so those of a share lie next to each other.
+        bounds = torch.arange(exchange.rank, exchange.rank + 2, device=self.scored.device) * share
+        first, last = torch.searchsorted(self.scored, bounds).tolist()
+        cu_seqlens, sequence_lengths = self.cu_seqlens, self.sequence_lengths
+        if filler:
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + filler])
+            sequence_lengths = [*sequence_lengths, filler]
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, filler))[:, tokens],
+            position_ids=F.pad(self.position_ids, (0, filler))[:, tokens],
+            cu_seqlens=cu_seqlens,
+            sequence_lengths=sequence_lengths,
+            scored=self.scored[first:last] - tokens.start,
+            labels=self.labels[first:last],
+            share=SequenceShare(exchange, first, len(self.scored)),
+        )
+
 
 def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
     """Removes the padding of rows: `input_ids`, `attention_mask`, `position_ids` (B, T), `response_mask` (B, R).
@@ -67,7 +94,7 @@ def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
     return PackedBatch(
         input_ids=input_ids[attended_BT].unsqueeze(0),
         position_ids=rows["position_ids"][attended_BT].unsqueeze(0),
-        cu_seqlens=nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).int(),
         sequence_lengths=lengths.tolist(),
         scored=packed_index_BT[:, prompt_length - 1 : -1][scored_BR],
         labels=input_ids[:, prompt_length:][scored_BR],

@@ -233,11 +233,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
 
 
 def save_pretrained(
-    hf: PreTrainedModel,
-    parameters: dict[str, torch.Tensor],
-    config: TrainedModelConfig,
-    dtype: torch.dtype,
-    path: str,
+    hf: PreTrainedModel, parameters: dict[str, torch.Tensor], config: TrainedModelConfig, dtype: torch.dtype, path: str
 ) -> None:
     """Writes a folder that transformers and vLLM load: safetensors in `dtype`, configuration and tokenizer.
 

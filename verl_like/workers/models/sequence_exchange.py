@@ -1,7 +1,8 @@
 """What the ranks that share a packed batch exchange in a pass: in attention tokens for heads, after it scored values.
 
 Each of the s ranks of a group runs the layers over its share of the tokens; attention needs all tokens, so there each
-rank takes a share of the heads (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509).
+rank takes a share of the heads (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509). All ranks of a group hold the
+same rows and compute the same loss, and each differentiates its own tokens: their gradients add up to that of the loss.
 """
 
 import math

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PretrainedConfig
 
-from verl_like.workers.config.roles import RefConfig
-from verl_like.workers.config.rollout import RolloutConfig
+from verl_like.workers.config.rollout import LogProbConfig
 
 # Legend: B rows of a batch.
 
@@ -30,15 +29,15 @@ _WIDTH = 128
 class MicroBatching:
     """How a rank's rows become micro-batches, each one pass of the model: by their number or by their tokens."""
 
-    rows: int
+    num_rows: int
     """Rows of a micro-batch, unless `by_tokens`."""
-    tokens: int
+    max_tokens: int
     """Most tokens of a micro-batch without padding, for each of the ranks that share it."""
     by_tokens: bool
-    """Whether `tokens` is the limit, not `rows`."""
+    """Whether `max_tokens` is the limit, not `num_rows`."""
 
 
-def log_prob_micro_batching(part: RolloutConfig | RefConfig) -> MicroBatching:
+def log_prob_micro_batching(part: LogProbConfig) -> MicroBatching:
     """The micro-batches in which log-probabilities are computed."""
     return MicroBatching(
         part.log_prob_micro_batch_size_per_gpu, part.log_prob_max_token_len_per_gpu, part.log_prob_use_dynamic_bsz
@@ -103,11 +102,11 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: b
     num_rows = len(work)
     if equal_size and num_rows % num_parts:
         raise ValueError(f"{num_rows} rows do not divide into {num_parts} shares of the same size.")
-    rows_per_part = -(-num_rows // num_parts)
-    # Row number B stands for no row: it fills shares up to one width, and who swaps a row for it gives the row away.
+    num_rows_per_part = -(-num_rows // num_parts)
+    # Row number B stands for no row: it fills shares up to one width, and a row that is exchanged for it moves.
     work_B1 = np.append(np.asarray(work, dtype=np.float64), 0.0)
-    longest_first = _longest_first(work_B1[:-1].tolist(), num_parts, rows_per_part if equal_size else num_rows)
-    starts = [_differencing(work_B1, num_parts, rows_per_part), _as_table(longest_first, num_rows)]
+    longest_first = _longest_first(work_B1[:-1].tolist(), num_parts, num_rows_per_part if equal_size else num_rows)
+    starts = [_differencing(work_B1, num_parts, num_rows_per_part), _as_table(longest_first, num_rows)]
     shares = min(starts, key=lambda table: work_B1[table].sum(1).max())
     if not equal_size:
         shares = np.pad(shares, ((0, 0), (0, 1)), constant_values=num_rows)
@@ -115,52 +114,52 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: b
     return [sorted(row for row in rows if row < num_rows) for rows in shares.tolist()]
 
 
-def balanced_rank_order(work_B: Sequence[float] | np.ndarray, mini_batch_rows: int, world_size: int) -> np.ndarray:
+def balanced_rank_order(work_B: Sequence[float] | np.ndarray, num_mini_batch_rows: int, world_size: int) -> np.ndarray:
     """The order in which equal shards make up the same mini-batches for every number of ranks, with about equal work.
 
-    Mini-batch i is rows i * mini_batch_rows to (i + 1) * mini_batch_rows of the batch; every rank gets the same number
-    of them, and about the same work in each.
+    With n = `num_mini_batch_rows`, mini-batch i is rows i * n to (i + 1) * n of the batch; every rank gets the same
+    number of them, and about the same work in each.
 
     Args:
         work_B: (B,) work of each row, in any unit.
-        mini_batch_rows: rows of a mini-batch over all ranks; B for a pass that has none.
+        num_mini_batch_rows: rows of a mini-batch over all ranks; B for a pass that has none.
         world_size: data-parallel ranks.
 
     Returns:
         (B,) int64: rank r takes the r-th of `world_size` equal slices, in it one mini-batch after the other.
 
     Raises:
-        ValueError: rows do not divide by `mini_batch_rows`, or those not by `world_size`.
+        ValueError: rows do not divide by `num_mini_batch_rows`, or those not by `world_size`.
     """
     num_rows = len(work_B)
-    share = rows_per_rank(num_rows, mini_batch_rows, world_size)
+    share = num_rows_per_rank(num_rows, num_mini_batch_rows, world_size)
     work_B = np.asarray(work_B)
-    order = np.empty((world_size, num_rows // mini_batch_rows, share), dtype=np.int64)
-    for index, first in enumerate(range(0, num_rows, mini_batch_rows)):
-        parts = balance(work_B[first : first + mini_batch_rows], world_size, equal_size=True)
+    order = np.empty((world_size, num_rows // num_mini_batch_rows, share), dtype=np.int64)
+    for index, first in enumerate(range(0, num_rows, num_mini_batch_rows)):
+        parts = balance(work_B[first : first + num_mini_batch_rows], world_size, equal_size=True)
         order[:, index] = first + np.sort(parts, axis=1)
     return order.reshape(-1)
 
 
-def rank_order(num_rows: int, mini_batch_rows: int, world_size: int) -> np.ndarray:
+def rank_order(num_rows: int, num_mini_batch_rows: int, world_size: int) -> np.ndarray:
     """`balanced_rank_order` without the balance: every rank takes its rows of a mini-batch as they come."""
-    share = rows_per_rank(num_rows, mini_batch_rows, world_size)
+    share = num_rows_per_rank(num_rows, num_mini_batch_rows, world_size)
     shares = np.arange(num_rows).reshape(-1, world_size, share)
     return shares.transpose(1, 0, 2).reshape(-1)
 
 
-def rows_per_rank(num_rows: int, mini_batch_rows: int, num_ranks: int, *, what: str = "") -> int:
+def num_rows_per_rank(num_rows: int, num_mini_batch_rows: int, num_ranks: int, *, what: str = "") -> int:
     """A rank's equal share of each mini-batch of `num_rows` rows; `what` says where the number of rows comes from.
 
     Raises:
         ValueError: the rows do not divide into mini-batches, or those not by the ranks.
     """
-    if num_rows % mini_batch_rows or mini_batch_rows % num_ranks:
+    if num_rows % num_mini_batch_rows or num_mini_batch_rows % num_ranks:
         raise ValueError(
-            f"{what}{num_rows} rows in mini-batches of {mini_batch_rows} do not split evenly over {num_ranks} ranks; "
-            "choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
+            f"{what}{num_rows} rows in mini-batches of {num_mini_batch_rows} do not split evenly over {num_ranks} "
+            "ranks; choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
         )
-    return mini_batch_rows // num_ranks
+    return num_mini_batch_rows // num_ranks
 
 
 def num_groups(size: int, total: int, of: str, *, key: str) -> int:
@@ -224,16 +223,16 @@ def _as_table(parts: list[list[int]], no_row: int) -> np.ndarray:
     return table
 
 
-def _differencing(work_B1: np.ndarray, num_parts: int, rows_per_part: int) -> np.ndarray:
+def _differencing(work_B1: np.ndarray, num_parts: int, num_rows_per_part: int) -> np.ndarray:
     """(parts, rows per part): of each group of rows that are next in size one goes to each part.
 
     The two groups whose parts differ most are joined, the heaviest part of one with the lightest of the other, until
     one is left.
     """
     order = np.argsort(-work_B1[:-1], kind="stable")
-    filled = np.append(order, np.full(num_parts * rows_per_part - len(order), len(order)))
+    filled = np.append(order, np.full(num_parts * num_rows_per_part - len(order), len(order)))
     groups = []
-    for number, rows in enumerate(filled.reshape(rows_per_part, num_parts)):
+    for number, rows in enumerate(filled.reshape(num_rows_per_part, num_parts)):
         loads = work_B1[rows]  # of the parts, the heaviest first
         groups.append((loads[-1] - loads[0], number, loads, rows[:, None]))
     heapq.heapify(groups)

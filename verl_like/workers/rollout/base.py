@@ -77,23 +77,31 @@ class RolloutEngine(ABC):
     same responses; `dp_rank` numbers the replicas and `is_collect` marks the rank of each whose result is used.
 
     An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has.
+
+    Args:
+        config: how the engine samples.
+        model: architecture and tokenizer.
+        rank: this process among the `world_size` of the rollout. Ranks of a replica are constructed at the same time.
+        seed: the run's seed.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ValueError, ModuleNotFoundError: a setting or a package does not fit or is missing; the message says what to do.
     """
 
     def __init__(
         self, config: RolloutConfig, model: TrainedModelConfig, *, rank: int, world_size: int, seed: int, device: str
     ) -> None:
-        tensor_parallel_size = config.tensor_model_parallel_size
-        num_groups(
-            tensor_parallel_size, world_size, "processes of the rollout pool", key="rollout.tensor_model_parallel_size"
-        )
+        size = config.tensor_model_parallel_size
+        num_groups(size, world_size, "processes of the rollout pool", key="rollout.tensor_model_parallel_size")
         self.config = config
         self.model_config = model
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
         self.device = device
-        self.dp_rank = rank // tensor_parallel_size
-        self.tp_rank = rank % tensor_parallel_size
+        self.dp_rank = rank // size
+        self.tp_rank = rank % size
         self.is_collect = self.tp_rank == 0
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.eos_token_ids, self.pad_token_id = special_token_ids(model)
@@ -108,7 +116,7 @@ class RolloutEngine(ABC):
         """Draws `sampling.n` responses for each prompt; all randomness of response k to prompt i is `seeds[i][k]`.
 
         Yields, again and again, what has been finished since: (prompt, index among its responses, response). It is
-        closed early where a response is refused or nobody wants the rest.
+        closed early where a response is refused or the caller stops.
         """
 
     @abstractmethod
@@ -122,10 +130,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     def sleep(self) -> None:
         """Frees the device for training. The weights may be gone: load them again before generating."""
-
-    @abstractmethod
-    def wake_up(self) -> None:
-        """Takes the device again; `load_weights` does this by itself."""
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """What `stream_sequences` returns."""
@@ -187,11 +191,8 @@ class RolloutEngine(ABC):
             pad_token_id=self.pad_token_id,
             policy_version=self.policy_version,
         )
-        output.meta_info["metrics"] = {
-            "rollout/prefix_cache_hit_rate": Metric.mean(
-                num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens
-            )
-        }
+        hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
+        output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
         return output
 
     def _collect(
@@ -205,16 +206,16 @@ class RolloutEngine(ABC):
         vocab_size = self.hf_config.get_text_config().vocab_size
         groups: list[dict[int, Completion]] = [{} for _ in labels]
         finished: list[FinishedSample] = []
-        told = time.monotonic()
+        last_yield = time.monotonic()
         for completions in generation:
             for row, index, completion in completions:
                 check_completion(completion, f"Response {index} of {labels[row]}", sampling, vocab_size=vocab_size)
                 groups[row][index] = completion
                 if row in reported_uids:
                     finished.append(FinishedSample(reported_uids[row], index, completion.token_ids))
-            if finished and time.monotonic() - told > _SECONDS_BETWEEN_PARTS:
+            if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
                 yield finished
-                finished, told = [], time.monotonic()
+                finished, last_yield = [], time.monotonic()
         for label, group in zip(labels, groups, strict=True):
             if sorted(group) != list(range(sampling.n)):
                 raise RolloutError(

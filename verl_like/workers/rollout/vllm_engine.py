@@ -33,6 +33,7 @@ class VllmEngine(RolloutEngine):
             )
         self._asleep = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
+        self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
         is_alone = self.config.tensor_model_parallel_size == 1
         self.llm = self._start("uni" if is_alone else self._replica_executor())
         if not is_alone:
@@ -99,10 +100,6 @@ class VllmEngine(RolloutEngine):
                 f"vLLM's CPU attention has no kernel for head_dim={head_size} of {self.model_config.path}; it has "
                 f"{supported}. Use a model with one of these, or rollout.name=hf."
             )
-
-    @property
-    def _cpu_num_seqs(self) -> int:
-        return self.config.max_num_seqs or CPU_NUM_SEQS
 
     def _cpu_kv_cache_bytes(self) -> int:
         """Cache for `max_num_seqs` sequences of full length, at most the configured share of the free memory.
@@ -194,7 +191,7 @@ class VllmEngine(RolloutEngine):
             while engine.has_unfinished_requests():
                 finished = [request for request in engine.step() if request.finished]
                 yield [(*running.pop(request.request_id), _completion(request)) for request in finished]
-        finally:  # what is given up half-way must not come back in the next call
+        finally:  # a call that was closed early leaves no request to the next one
             engine.abort_request(list(running))
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
