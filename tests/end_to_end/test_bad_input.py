@@ -51,7 +51,7 @@ def test_an_empty_dataset_is_refused(refusal: Refusal, tmp_path: Path):
 
 def test_fewer_rows_than_a_batch_are_refused_with_both_numbers(refusal: Refusal):
     message = refusal("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    assert "8 rows < train_batch_size 16" in message
+    assert "data.train_files has 8 rows, fewer than data.train_batch_size=16" in message
 
 
 def test_a_malformed_row_is_named_by_file_row_and_field(refusal: Refusal, tmp_path: Path):

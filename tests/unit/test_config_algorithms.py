@@ -114,6 +114,22 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(plugin: str):
     assert "actor_rollout_ref.actor.policy_loss.rate: there is no such key" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "kind_and_name", "choice"),
+    [
+        ("actor_rollout_ref.actor.policy_loss.clip_cov_ratio", "policy loss clip_cov", f"{LOSS}=clip_cov"),
+        ("algorithm.gdpo_reward_keys", "advantage estimator gdpo", f"{ESTIMATOR}=gdpo"),
+    ],
+)
+def test_an_option_of_an_algorithm_that_was_not_chosen_is_refused_with_its_name(
+    key: str, kind_and_name: str, choice: str
+):
+    message = refusal(f"{key}=0.1")
+    assert message == (
+        f"{key}: there is no such key; it is an option of the {kind_and_name}: set {choice}, or remove the option"
+    )
+
+
 def test_an_option_of_another_type_is_refused_by_its_path(plugin: str):
     message = refusal(plugin, f"{ESTIMATOR}=shrink", "algorithm.options.factor=much")
     assert message.startswith('algorithm.options.factor="much": expected a valid number')

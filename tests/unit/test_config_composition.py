@@ -136,6 +136,12 @@ def test_a_key_unlike_any_other_gets_no_suggestion(key: str):
     assert refusal(f"{key}=true") == f"{key}: there is no such key; docs/config.md lists all keys"
 
 
+def test_a_comma_that_is_not_quoted_is_refused_with_the_ways_to_write_it():
+    message = refusal("trainer.experiment_name=a,b")
+    assert message.startswith("trainer.experiment_name=a,b: a comma separates several values and this key takes one")
+    assert "'trainer.experiment_name=\"a,b\"'" in message and "'trainer.experiment_name=[a,b]'" in message
+
+
 def test_every_unknown_key_is_named_at_once():
     message = refusal("trainer.save_frq=5", "data.train_batch_sise=1")
     assert "trainer.save_frq:" in message and "data.train_batch_sise:" in message
@@ -176,7 +182,7 @@ def test_keys_without_a_default_are_named_together():
 
 def test_hydras_own_settings_and_sweeps_are_refused():
     assert "no effect" in refusal("hydra.run.dir=elsewhere")
-    assert "one value" in refusal("trainer.seed=1,2")
+    assert "this key takes one" in refusal("trainer.seed=1,2")
 
 
 @pytest.mark.parametrize("override", ["trainer.seed", "data.train_files=~/a", "data.train_files=a=b"])

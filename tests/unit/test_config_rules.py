@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from verl_like.algorithms.corrections import rejection_bounds, weight_band
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config
+from verl_like.trainer.config.compose import to_yaml
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
@@ -178,7 +180,8 @@ def test_seven_prompts_of_three_responses_do_not_divide_over_four_ranks():
         "actor_rollout_ref.rollout.n=3",
     ]
     message = refusal(*sizes)
-    assert "7 x rollout.n=3 = 21 responses" in message and "make both multiples of 4" in message
+    assert "7 x rollout.n=3 = 21 responses" in message
+    assert message.endswith("make ppo_mini_batch_size and data.train_batch_size multiples of 4")
 
 
 def test_a_micro_batch_that_does_not_divide_a_ranks_share_shows_the_sum():
@@ -322,6 +325,27 @@ def test_corrections_and_selected_tokens_need_log_probabilities_before_a_single_
 def test_a_band_of_the_command_line_is_read_as_two_numbers():
     config = small(f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0")
     assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("0.5_5", (0.5, 5.0)), ("0.25_3.0", (0.25, 3.0)), ("1_5", (1.0, 5.0))])
+def test_an_underscore_between_the_bounds_of_a_band_is_not_one_within_a_number(
+    text: str, bounds: tuple[float, float], tmp_path: Path
+):
+    settings = ["rollout_is=token", f"rollout_is_threshold={text}", "rollout_rs=token_k1"]
+    config = small(*(f"{CORRECTION}.{setting}" for setting in [*settings, f"rollout_rs_threshold= {text}"]))
+    (tmp_path / "printed.yaml").write_text("defaults: [ppo_trainer, _self_]\n" + to_yaml(config))
+    for read in (config, load_ppo_config([], "printed", str(tmp_path))):
+        correction = read.algorithm.rollout_correction
+        assert weight_band(correction.rollout_is_threshold) == bounds
+        assert rejection_bounds("token_k1", correction.rollout_rs_threshold) == {"token_k1": bounds}
+
+
+def test_a_band_with_the_larger_bound_first_is_refused_as_it_was_written():
+    assert "rollout_is_threshold=5_0.5: expected" in refusal(f"{CORRECTION}.rollout_is_threshold=5_0.5")
+
+
+def test_an_underscore_within_a_number_is_read_where_a_key_takes_only_numbers():
+    assert small("trainer.total_training_steps=1_000").trainer.total_training_steps == 1000
 
 
 def test_a_clip_ratio_without_effect_is_refused():

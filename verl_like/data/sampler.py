@@ -22,7 +22,10 @@ class EpochSampler:
         if batch_size < 1:
             raise ValueError(f"the batch size is {batch_size}, expected at least 1")
         if num_rows < batch_size:
-            raise ValueError(f"{num_rows} rows < train_batch_size {batch_size}: add rows or lower train_batch_size")
+            raise ValueError(
+                f"data.train_files has {num_rows} rows, fewer than data.train_batch_size={batch_size}: add rows, or "
+                "lower data.train_batch_size"
+            )
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed

@@ -30,7 +30,7 @@ class RolloutCorrectionConfig(ConfigModel):
     response; null means not at all."""
     rollout_is_threshold: float | str = 2.0
     """Largest weight, to which larger ones are truncated; or, as in '0.5_5.0', a band, outside of which weights become
-    0 (IcePop). Write decimal points: YAML reads 1_5 as 15."""
+    0 (IcePop). In a YAML file write decimal points: 1_5 is 15 there."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -145,7 +145,7 @@ def compose_tree(
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
-            return compose("run", [*search_path, *(_as_forced(override, schema.presets) for override in parsed)])
+            return compose("run", [*search_path, *(_as_forced(override, schema) for override in parsed)])
     except OverrideParseException as error:
         raise ConfigError(
             f"{error.override}: expected key=value; a value with characters such as ~ = or , is quoted for Hydra "
@@ -171,14 +171,18 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
     return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
 
 
-def _as_forced(override: Override, presets: Iterable[str]) -> str:
+def _as_forced(override: Override, schema: type[RunConfig]) -> str:
     """The override in the form with which Hydra accepts an unknown key, so that `_unknown_keys` reports it."""
-    line, key = override.input_line, override.key_or_group
+    line, key, presets = override.input_line, override.key_or_group, schema.presets
     assert line is not None and override.config_loader is not None
+    value = line.partition("=")[2].strip()
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError(f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir instead")
     if override.is_sweep_override():
-        raise ConfigError(f"{line}: one run has one value a key; quote the value if the comma belongs to it")
+        raise ConfigError(
+            f"{line}: a comma separates several values and this key takes one: quote it for Hydra and for the shell, "
+            f"'{key}=\"{value}\"', or write a list, '{key}=[{value}]'"
+        )
     if override.is_delete():
         return line
     options = [] if "." in key else override.config_loader.get_group_options(key)
@@ -186,6 +190,10 @@ def _as_forced(override: Override, presets: Iterable[str]) -> str:
         raise ConfigError(f"{line}: expected one of {', '.join(options)}")
     if key in presets:
         return line.lstrip("+")
+    annotations = {path: model.model_fields[name].annotation for path, model, name in leaves(schema)}
+    takes_text = str in (annotations.get(key), *get_args(annotations.get(key)))
+    if takes_text and "_" in value and isinstance(override.value(), int | float):
+        return f'++{key}="{value}"'  # 0.5_5 is a band, not the number 0.55 as in YAML
     return line if options else "++" + line.lstrip("+")  # options: a config group in a custom folder
 
 
@@ -219,6 +227,9 @@ def _values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> str:
+    for key, registry in schema.algorithm_keys.items():
+        if name := registry.name_with_option(path):
+            return f"; it is an option of the {registry.kind} {name}: set {key}={name}, or remove the option"
     known = [*schema.presets, *(leaf for leaf, _, _ in leaves(schema)), *options]
     # By the last part of their names, because keys of one section share all the others.
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}

@@ -124,7 +124,9 @@ def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: in
         )
     elif mini * n % shares:
         step = next(size for size in range(1, shares + 1) if size * n % shares == 0)
-        possible = f"nearest possible values: {_around(mini, even)}" if even else f"make both multiples of {step}"
+        possible = f"make ppo_mini_batch_size and data.train_batch_size multiples of {step}"
+        if even:
+            possible = f"nearest possible values: {_around(mini, even)}"
         yield (
             f"{key}.ppo_mini_batch_size={mini} x rollout.n={n} = {mini * n} responses do not split evenly over the "
             f"{ranks}; with data.train_batch_size={batch}, {possible}"
