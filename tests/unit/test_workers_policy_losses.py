@@ -92,7 +92,7 @@ def train_on_rank(rank: int, port: int, path: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
     folder = Path(path)
-    ordered = read_batch(folder).select_idxs(rank_order(ROWS, mini_batch_rows=ROWS // 2, world_size=2))
+    ordered = read_batch(folder).select_idxs(rank_order(ROWS, num_mini_batch_rows=ROWS // 2, world_size=2))
     half = ordered.select_idxs(range(ROWS // 2 * rank, ROWS // 2 * (rank + 1)))
     for loss, mode in CASES:
         worker = ActorWorker(config_of(str(folder / "model"), loss, mode, BY_TOKENS))
