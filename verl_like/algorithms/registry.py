@@ -57,21 +57,17 @@ class Registry:
         """
         if name not in self.file_names():
             return True
-        fields = re.findall(r"^    (\w+): ", self._text(name), flags=re.MULTILINE)
+        text = (Path(sys.modules[self.package].__path__[0]) / f"{name}.py").read_text()
+        fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         return bool(difflib.get_close_matches(option, fields, 1, cutoff=0.7))
 
     def name_with_option(self, key: str) -> str | None:
         """The algorithm with a file here whose options have the configuration key `key`, if there is one."""
-        section, _, option = key.rpartition(".")
         for name in self.file_names():
-            if re.search(rf"^    {re.escape(option)}: ", self._text(name), flags=re.MULTILINE):
-                declared = options_class(self.get(name))
-                if declared and declared.section == section and option in declared.model_fields:
-                    return name
+            declared = options_class(self.get(name)) if self.may_declare(name, key.rpartition(".")[2]) else None
+            if declared and key in [f"{declared.section}.{option}" for option in declared.model_fields]:
+                return name
         return None
-
-    def _text(self, name: str) -> str:
-        return (Path(sys.modules[self.package].__path__[0]) / f"{name}.py").read_text()
 
     def register(self, name: str, function: AlgorithmT) -> AlgorithmT:
         """Makes `function` known as `name`.
