@@ -112,7 +112,8 @@ def test_a_data_source_without_a_reward_is_refused_wherever_its_rows_are(
     refusal: Refusal, tmp_path: Path, on_error: str
 ):
     message = refusal(*two_data_sources(tmp_path), f"reward.on_error={on_error}")
-    assert "row 6" in message and "no reward is registered for data_source 'unheard/of'" in message
+    assert "the reward of row 6 (" in message and "no reward is registered for data_source 'unheard/of'" in message
+    assert ".py:" not in message
 
 
 def test_a_data_source_without_a_reward_is_a_warning_where_the_run_skips_its_rows(
@@ -123,6 +124,25 @@ def test_a_data_source_without_a_reward_is_a_warning_where_the_run_skips_its_row
         assert check_inputs(load_ppo_config(settings), cleanup).scorer is not None
     (warning,) = [record.getMessage() for record in caplog.records if "check of the reward" in record.getMessage()]
     assert "failed for 1 of 2" in warning and "unheard/of" in warning and "reward.on_error=skip" in warning
+
+
+GDPO = ["algorithm.adv_estimator=gdpo", "critic.enable=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=ac"], "returns only reward, acc:"),
+        (
+            [*GDPO, "algorithm.gdpo_reward_keys=[acc,form]"],
+            "names form, but the rewards of this run are rule_scores, acc:",
+        ),
+    ],
+)
+def test_the_name_of_a_reward_that_the_run_does_not_have_is_refused(
+    refusal: Refusal, overrides: list[str], expected: str
+):
+    assert expected in refusal(*overrides)
 
 
 def test_pools_that_do_not_fit_this_machine_are_refused_with_the_sums(refusal: Refusal):

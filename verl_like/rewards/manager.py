@@ -127,19 +127,23 @@ class RewardManager:
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
-    def check(self, samples: list[RewardSample]) -> None:
+    def check(self, samples: list[RewardSample]) -> dict[str, np.ndarray] | None:
         """Scores samples with an example response before training.
+
+        Returns:
+            What the function returned beside the scores, as in `RewardResult.extra`; None where one has no score.
 
         Raises:
             RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning.
         """
-        errors = [answer.error for answer in self.submit(samples).answers() if answer.error]
-        if not errors:
-            return
+        answers = list(self.submit(samples).answers())
+        errors = [answer.error for answer in answers if answer.error]
         message = "\n".join([f"the check of the reward function failed for {len(errors)} of {len(samples)}:", *errors])
-        if self.on_error != "skip":
+        if errors and self.on_error != "skip":
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
-        logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
+        if errors:
+            logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
+        return None if any(answer.score is None for answer in answers) else _extra_columns(answers)
 
     def close(self) -> None:
         """Stops the reward processes; samples that are still being scored are cancelled."""
@@ -274,7 +278,8 @@ class PendingRewards:
 def _failed(
     sample: RewardSample, cause: str, timed_out: bool = False, ran: tuple[int, float, float] | None = None
 ) -> _Answer:
-    text = f"the reward of sample uid {sample.uid!r} (data_source {sample.data_source!r}) failed: {cause}"
+    which = sample.uid if sample.uid.startswith("row ") else f"sample uid {sample.uid!r}"
+    text = f"the reward of {which} (data_source {sample.data_source!r}) failed: {cause}"
     return _Answer(error=text, timed_out=timed_out, ran=ran)
 
 

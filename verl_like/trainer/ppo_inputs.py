@@ -4,14 +4,16 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.registry import read_options
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
@@ -29,7 +31,7 @@ from verl_like.trainer.ppo_workers import (
     import_worker_class,
 )
 from verl_like.trainer.run import say
-from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, reward_columns
+from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
 from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import (
@@ -77,6 +79,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
     config = with_training_steps(config, training_steps(config, len(train_dataset)))
     scorer = None
+    numbers: list[str] | None = []
     every_row = config.custom_reward_function.path is not None
     rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
     num_without_rule = 0 if every_row else sum(not has_rule(row) for row in rows)
@@ -84,7 +87,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         manager = start_reward_manager(config)
         cleanup.callback(manager.close)
         scorer = RuleScorer(manager, tokenizer, every_row)
-        scorer.check(train_dataset)
+        numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
     mapping = build_role_worker_mapping(config, own_classes)
     columns = reward_columns({role: built.cls for role, built in mapping.items()}, with_rules=scorer is not None)
@@ -94,6 +97,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
             "'model', but reward_model.enable is false and no custom role has reward_columns; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
         )
+    if numbers is not None:
+        check_names_of_rewards(config, columns, numbers)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     notes += [memory] if memory else []
     return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes))
@@ -102,6 +107,16 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
 def _prompts_note(name: str, dataset: PromptDataset) -> str:
     overlong = f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
     return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
+
+
+def check_names_of_rewards(config: PPOConfig, columns: Iterable[str], numbers: Sequence[str]) -> None:
+    """Raises ValueError where dynamic sampling or the estimator names a reward that the run does not have."""
+    algorithm = config.algorithm
+    if algorithm.filter_groups.enable:
+        require_metric(algorithm.filter_groups.metric, ["reward", *numbers])
+    options = read_options(get_adv_estimator_fn(algorithm.adv_estimator), algorithm=algorithm)
+    if isinstance(options, AdvantageOptions):
+        options.require_rewards([*columns, *numbers])
 
 
 def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]) -> None:

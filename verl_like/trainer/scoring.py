@@ -1,6 +1,6 @@
 """From responses to `rule_scores`: decoded on the driver, scored in reward processes, put on the last token."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,15 +69,20 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
         ValueError: there is no such number.
     """
     numbers = {"reward": batch.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(batch)
+    require_metric(metric, numbers)
+    values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
+    is_scored = ~batch.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    groups = PromptGroups.of(values, is_scored, batch.non_tensor_batch["uid"])
+    return groups.sum((groups.scores - groups.mean()) ** 2) > 0
+
+
+def require_metric(metric: str, numbers: Iterable[str]) -> None:
+    """Raises ValueError if `algorithm.filter_groups.metric` is none of the numbers that the rules give."""
     if metric not in numbers:
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}, but the reward function returns only {', '.join(numbers)}: name "
             "one of these"
         )
-    values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
-    is_scored = ~batch.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
-    groups = PromptGroups.of(values, is_scored, batch.non_tensor_batch["uid"])
-    return groups.sum((groups.scores - groups.mean()) ** 2) > 0
 
 
 def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
@@ -100,8 +105,11 @@ class RuleScorer:
     """Gets the calls of the reward processes, as of a worker group `rules` on the pool `driver`."""
     _number_of_process: dict[int, int] = field(default_factory=dict)
 
-    def check(self, dataset: PromptDataset) -> None:
+    def check(self, dataset: PromptDataset) -> list[str] | None:
         """Scores the ground truth of the first row of each data source before a run.
+
+        Returns:
+            The names of the numbers that the function returned beside the scores; None where a row has no score.
 
         Raises:
             RewardError: the function raised, hung or returned something that is not a score, or a data source has none.
@@ -112,7 +120,8 @@ class RuleScorer:
             source, truth = row["data_source"], row["reward_model"].get("ground_truth")
             if source not in first and (self.scores_every_row or has_rule(row["reward_model"])):
                 first[source] = RewardSample(f"row {row['index']}", source, str(truth), truth, row["extra_info"])
-        self.manager.check(list(first.values()))
+        extra = self.manager.check(list(first.values()))
+        return None if extra is None else [name for name, values in extra.items() if values.dtype != object]
 
     def expect(self, prompts: DataProto, num_samples: int) -> "PendingScores":
         """For `num_samples` responses to each of the (B,) prompts, which are still being generated."""

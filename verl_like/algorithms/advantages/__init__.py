@@ -5,7 +5,7 @@ response_mask is 0 and without a gradient; it writes into none of its inputs. A 
 skipped and counts in no statistic. Its inputs are given by parameter name; docs/algorithms.md lists them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry, call_by_name
@@ -38,6 +38,9 @@ class AdvantageOptions(AlgorithmOptions):
     """Base of an estimator's own options."""
 
     section: ClassVar[str] = "algorithm.options"
+
+    def require_rewards(self, names: Iterable[str]) -> None:
+        """Raises ValueError for an option that names a reward which is none of `names`."""
 
 
 def register_adv_est(name: str) -> Callable[[AlgorithmT], AlgorithmT]:

@@ -13,6 +13,7 @@ refused. verl ignores the KL penalty, and falls back to the sum of the rewards w
 Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -51,6 +52,13 @@ class GDPOOptions(AdvantageOptions):
             raise ValueError(f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2")
         return self
 
+    def require_rewards(self, names: Iterable[str]) -> None:
+        if unknown := [key for key in self.gdpo_reward_keys if key not in names]:
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "
+                f"{', '.join(names)}: name those"
+            )
+
 
 @register_adv_est("gdpo")
 @torch.no_grad()
@@ -79,11 +87,7 @@ def compute_gdpo_outcome_advantage(
         ValueError: a reward that the run does not have.
     """
     keys = options.gdpo_reward_keys
-    if unknown := [key for key in keys if key not in scores_by_reward]:
-        raise ValueError(
-            f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "
-            f"{', '.join(scores_by_reward)}: name those"
-        )
+    options.require_rewards(scores_by_reward)
     groups_of_rewards = [PromptGroups.of(scores_by_reward[key], response_mask, index) for key in keys]
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for groups, weight in zip(groups_of_rewards, options.gdpo_reward_weights or [1.0] * len(keys), strict=True):
