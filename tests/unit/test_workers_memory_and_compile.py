@@ -60,7 +60,7 @@ def test_activations_come_back_from_host_memory_as_they_were(model_path, monkeyp
     for saving in (None, Recorder()):
         model = policy(model_path, checkpointing=checkpointing)
         model.saving = saving or model.saving
-        log_probs, _ = model(packed, 1.0)
+        (log_probs,) = model(packed, 1.0)
         log_probs.sum().backward()
         results.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(torch.equal(gradient, results[0][name]) for name, gradient in results[1].items())
