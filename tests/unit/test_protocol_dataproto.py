@@ -369,3 +369,16 @@ def test_fold_says_why_it_cannot():
     folded.batch["flat"] = torch.ones(2)
     with pytest.raises(ValueError, match=r"'flat': \(2,\)"):
         unfold_batch_dim(folded)
+    for batch_dims in (0, 2):
+        with pytest.raises(ValueError, match=f"first {batch_dims} dimensions"):
+            unfold_batch_dim(DataProto.from_dict({"x": torch.arange(4)}), batch_dims)
+
+
+def test_union_moves_no_column_to_another_device():
+    here, there = (
+        DataProto.from_dict({"a": torch.ones(2)}).to("cpu"),
+        DataProto.from_dict({"b": torch.ones(2)}).to("meta"),
+    )
+    united = here.union(there).batch
+    assert (united["a"].device.type, united["b"].device.type, united.device) == ("cpu", "meta", None)
+    assert here.union(DataProto.from_dict({"c": torch.ones(2)}).to("cpu")).batch.device == torch.device("cpu")

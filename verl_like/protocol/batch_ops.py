@@ -69,7 +69,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     Raises ValueError if the columns differ in these dimensions, and for jagged columns.
     """
     shapes = {name: tuple(column.shape[:batch_dims]) for name, column in data.columns().items()}
-    if len(set(shapes.values())) > 1:
+    if batch_dims < 1 or len(set(shapes.values())) > 1 or any(len(shape) < batch_dims for shape in shapes.values()):
         raise ValueError(f"unfold_batch_dim: the columns do not share their first {batch_dims} dimensions: {shapes}.")
     num_rows = math.prod(next(iter(shapes.values()), (len(data),)))
     return _reshape(data, "unfold_batch_dim", batch_dims, (num_rows,))

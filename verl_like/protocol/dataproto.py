@@ -10,7 +10,15 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like.protocol.batch import Batch
-from verl_like.protocol.merge import concat_parts, merge_meta_info, names, pick_keys, union_columns, union_meta_info
+from verl_like.protocol.merge import (
+    concat_parts,
+    merge_meta_info,
+    names,
+    pick_keys,
+    union_meta_info,
+    union_numpy_dict,
+    union_tensor_dict,
+)
 from verl_like.protocol.row_ops import (
     RowIndices,
     check_tensor_column,
@@ -219,7 +227,7 @@ class DataProto(Batch):
         # Always its own generator: a DataLoader draws from torch's global one even when it does not shuffle.
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         loader = DataLoader(
-            cast(Any, self), batch_size=mini_batch_size, collate_fn=lambda rows: rows, generator=generator, **options
+            cast(Any, self), batch_size=mini_batch_size, collate_fn=_identity, generator=generator, **options
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -298,8 +306,12 @@ class DataProto(Batch):
         other.check_consistency()
         if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
-        tensors = union_columns("batch", self.tensors(), other.tensors())
-        arrays = union_columns("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch)
+        batches = [data.batch for data in (self, other) if data.batch is not None]
+        batch = union_tensor_dict(*batches) if len(batches) == 2 else batches[0].copy() if batches else None
+        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = union_meta_info(self.meta_info, other.meta_info)
-        owner = other if self.batch is None else self
-        return owner.with_columns(max(len(self), len(other)), tensors, arrays, meta_info)
+        return DataProto(batch, arrays, meta_info)
+
+
+def _identity(rows: Any) -> Any:
+    return rows

@@ -37,7 +37,10 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
     if sizes[0] != sizes[1]:
         raise ValueError(f"union: the batch sizes differ, {tuple(sizes[0])} and {tuple(sizes[1])}.")
-    return TensorDict(union_columns("batch", dict(tensor_dict1.items()), dict(tensor_dict2.items())), sizes[0])
+    united = union_columns("batch", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
+    # With a device, a TensorDict would move its columns there.
+    device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
+    return TensorDict(united, sizes[0], device=device)
 
 
 def union_numpy_dict(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

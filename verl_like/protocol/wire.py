@@ -63,9 +63,10 @@ def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents given to `write_file`. Raises ValueError if the file was not written by it."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        if _FILE_STRUCTURE not in file.keys():  # noqa: SIM118  it is no dict
+            raise ValueError(f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}.")
     arrays = safetensors.numpy.load_file(path)
-    if _FILE_STRUCTURE not in arrays:
-        raise ValueError(f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}.")
     return _decode(json.loads(arrays[_FILE_STRUCTURE].tobytes()), arrays)
 
 
@@ -84,15 +85,16 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is tuple:
         return {"tuple": encode_all(value)}
     if type(value) is dict:
-        return {"dict": [[_encode(k, place, arrays), _encode(v, f"{place}[{k!r}]", arrays)] for k, v in value.items()]}
+        pairs = [(_encode(k, f"{place} key", arrays), _encode(v, f"{place}[{k!r}]", arrays)) for k, v in value.items()]
+        return {"dict": pairs}
     if isinstance(value, Metric):
         return {"metric": [value.value, value.reduction, value.weight]}
     if isinstance(value, torch.Tensor):
         wire = to_wire(value)
         return {"tensor": encode_all((wire.array, wire.dtype, wire.offsets))}
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+    if isinstance(value, np.generic) and _is_stored_as_is(value.dtype):
         return {"scalar": _encode(np.asarray(value), place, arrays)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    if isinstance(value, np.ndarray) and _is_stored_as_is(value.dtype):
         name = str(len(arrays))
         arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
         return {"array": name}
@@ -103,6 +105,10 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         f"save_to_disk: {place} is a {kind}, which a file without pickle cannot hold; turn it into numbers, text, "
         "lists, dicts, arrays or tensors, or pop it first."
     )
+
+
+def _is_stored_as_is(dtype: np.dtype) -> bool:
+    return dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8
 
 
 def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:

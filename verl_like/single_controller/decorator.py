@@ -60,7 +60,8 @@ def register(
     `future.get()` what they return at their end.
 
     Args:
-        dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn` and `collect_fn`.
+        dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn` and `collect_fn`,
+            called as `register_dispatch_mode` says.
         execute_mode: which ranks run it.
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` returns a future either way.
         reads: the only columns that the batch arguments carry to the worker; checked on the driver before the call.

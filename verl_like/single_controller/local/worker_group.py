@@ -20,7 +20,8 @@ class LocalWorkerGroup(WorkerGroup):
     """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
 
     Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The method's own
-    exception is the `__cause__` of the WorkerError.
+    exception is the `__cause__` of the WorkerError. A call that is given the future of a failed call raises its error
+    at once.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class ProcessHandles:
         clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
         if clash:
             raise ValueError(f"worker_env of {role} sets {clash}, which the group sets itself: leave them out")
-        bundles = pool.take()
+        self.bundles = bundles = pool.take()
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
         self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
         threads = _threads_per_rank(bundles)
@@ -123,7 +123,7 @@ class ProcessHandles:
         self._stopped = reason
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-        self.pool.give_back()
+        self.pool.give_back(self.bundles)
 
     def check_running(self) -> None:
         if self._stopped is not None:

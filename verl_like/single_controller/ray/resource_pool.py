@@ -11,13 +11,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_for_nodes
+from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
 
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
 
-class RayResourcePool:
+class RayResourcePool(ResourcePool):
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first worker group starts.
 
     Args:
@@ -36,29 +37,10 @@ class RayResourcePool:
         name_prefix: str | None = None,
         max_colocate_count: int = 1,
     ) -> None:
-        self.name = name_prefix or f"pool-{secrets.token_hex(3)}"
-        if not all(isinstance(num_processes, int) and num_processes > 0 for num_processes in process_on_nodes):
-            raise ValueError(f"pool {self.name} has at least one process on each node, got {process_on_nodes!r}")
-        if max_colocate_count < 1:
-            raise ValueError(
-                f"max_colocate_count is the number of groups that may share the pool, got {max_colocate_count}"
-            )
-        self.process_on_nodes = self.store = list(process_on_nodes)  # verl has both names
-        self.use_gpu, self.max_colocate_count = use_gpu, max_colocate_count
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.name, self.use_gpu = name_prefix or f"pool-{secrets.token_hex(3)}", use_gpu
         self._placement_groups: list[PlacementGroup] | None = None
         self._num_groups = 0  # worker groups that hold the pool
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.process_on_nodes)
-
-    def local_world_size_list(self) -> list[int]:
-        """For each rank, the number of processes of this pool on its node: [2, 1] gives [2, 2, 1]."""
-        return [num_processes for num_processes in self.process_on_nodes for _ in range(num_processes)]
-
-    def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node: [2, 1] gives [0, 1, 0]."""
-        return [local_rank for num_processes in self.process_on_nodes for local_rank in range(num_processes)]
 
     def bundle_resources(self) -> Resources:
         """What one process's bundle asks of its node."""
@@ -100,15 +82,16 @@ class RayResourcePool:
         self._num_groups += 1
         return bundles
 
-    def give_back(self) -> None:
-        """A worker group that held the bundles is gone."""
-        self._num_groups -= 1
+    def give_back(self, bundles: Sequence[Bundle]) -> None:
+        """A worker group that held these bundles is gone."""
+        if bundles[0][0] in (self._placement_groups or ()):  # otherwise `release` has freed them
+            self._num_groups -= 1
 
     def release(self) -> None:
         """Give the reservation back to the cluster; whatever still runs on the pool is killed by Ray."""
         for group in self._placement_groups or ():
             remove_placement_group(group)
-        self._placement_groups = None
+        self._placement_groups, self._num_groups = None, 0
 
 
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
