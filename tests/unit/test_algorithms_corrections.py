@@ -211,6 +211,7 @@ def test_a_batch_without_tokens_has_no_metrics():
         ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "unknown statistic 'token_k4'"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 has one bound"),
+        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 0.55}, "give 1 or more"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 bounds for the 2 statistics"),
         ({"rollout_is": "token", "rollout_is_threshold": 0.0}, "rollout_is_threshold=0.0: expected a positive"),
         ({"rollout_is": "token", "rollout_is_threshold": "2.0_0.5"}, "the smaller first"),

@@ -214,6 +214,7 @@ def test_a_run_has_a_teacher_where_the_loss_needs_one_and_its_model_is_named():
     assert small(*teacher).active_roles == ("actor", "rollout", "teacher", "critic")
     assert small(*teacher).role_mapping["teacher"] == "global_pool"
     assert "teacher" not in small(teacher[0]).active_roles
+    assert "give a custom role another name" in refusal("worker_classes.teacher=my.Teacher")
     assert "role_mapping.teacher is not set, but the policy loss learns" in refusal(*teacher, "~role_mapping.teacher")
     own_pool = ["resource_pool_spec.teacher_pool=[3]", "role_mapping.teacher=teacher_pool"]
     assert "3 processes of the pool teacher_pool (teacher)" in refusal(*teacher, *own_pool, f"{SHARED_BY}=2")

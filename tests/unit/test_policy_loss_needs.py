@@ -1,13 +1,17 @@
 """What policy losses ask for: a teacher of its own weights, and an aggregation for which they are defined."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
 
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_inputs import check_policy_loss
+from verl_like.trainer.ppo_inputs import check_models, check_policy_loss, check_teacher
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.teacher import TeacherWorker
 
@@ -53,6 +57,35 @@ def test_a_loss_without_a_teacher_is_refused():
     check_policy_loss(load_ppo_config([*files, f"{LOSS}.loss_mode=distillation", f"{LOSS}.teacher_path=d"]), {})
     with pytest.raises(ValueError, match=r"loss_mode=distillation needs teacher_log_prob, which no role.*teacher_path"):
         check_policy_loss(run, {"judge": ReferenceWorker})
+
+
+def rewrite(path, old, new):
+    assert old in Path(path).read_text()
+    Path(path).write_text(Path(path).read_text().replace(old, new))
+
+
+def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_rows_of_embeddings(tmp_path):
+    student, teacher = write_model(tmp_path / "student"), write_model(tmp_path / "teacher")
+    size = json.loads((tmp_path / "teacher/config.json").read_text())["vocab_size"]
+    lengths = ["data.max_prompt_length=8", "data.max_response_length=8"]
+    run = [*lengths, "data.train_files=a", "data.val_files=b", f"actor_rollout_ref.model.path={student}"]
+    run += [f"{LOSS}.loss_mode=distillation", f"{LOSS}.teacher_path={teacher}"]
+    tokenizer = load_tokenizer(policy_config(student).model)
+    config = tmp_path / "teacher/config.json"
+
+    rewrite(config, f'"vocab_size": {size}', f'"vocab_size": {size + 8}')
+    check_teacher(distilling(student, teacher).teacher_model, tokenizer)
+    check_models(load_ppo_config([*run, "critic.model.path=" + student]))
+    rewrite(config, f'"vocab_size": {size + 8}', f'"vocab_size": {size - 1}')
+    with pytest.raises(ValueError, match=r"policy_loss.teacher_path=.*is not that of the policy"):
+        check_teacher(distilling(student, teacher).teacher_model, tokenizer)
+    rewrite(config, f'"vocab_size": {size - 1}', f'"vocab_size": {size}')
+    rewrite(tmp_path / "teacher/tokenizer.json", '"<eos>"', '"<end>"')
+    with pytest.raises(ValueError, match="is not that of the policy"):
+        check_teacher(distilling(student, teacher).teacher_model, tokenizer)
+    rewrite(config, '"max_position_embeddings": 2048', '"max_position_embeddings": 15')
+    with pytest.raises(ValueError, match=f"the model at {teacher} has 15 positions"):
+        check_models(load_ppo_config([*run, "critic.model.path=" + student]))
 
 
 @pytest.mark.parametrize("loss", ["sapo", "geo_mean"])

@@ -49,7 +49,7 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     policy = {"config": config.actor_rollout_ref}
     critic = {"config": config.critic, "seed": 7, "rollout_n": 5, "total_training_steps": 20}
     assert {role: made.kwargs for role, made in mapping.items()} == {
-        "actor": policy | {"total_training_steps": 17, "with_sum_pi_squared": False, "shares_device": True},
+        "actor": policy | {"total_training_steps": 17, "shares_device": True},
         "rollout": policy | {"seed": 7},
         "ref": policy | {"shares_device": False},
         "teacher": policy | {"shares_device": False},

@@ -131,7 +131,8 @@ class RewardManager:
         """Scores samples with an example response before training.
 
         Returns:
-            What the function returned beside the scores, as in `RewardResult.extra`; None where one has no score.
+            What the function returned beside the scores, as in `RewardResult.extra`. None where it returned nothing
+            else for a sample, since it may for others.
 
         Raises:
             RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning.
@@ -143,7 +144,7 @@ class RewardManager:
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
         if errors:
             logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
-        return None if any(answer.score is None for answer in answers) else _extra_columns(answers)
+        return _extra_columns(answers) if all(answer.extra for answer in answers) else None
 
     def close(self) -> None:
         """Stops the reward processes; samples that are still being scored are cancelled."""

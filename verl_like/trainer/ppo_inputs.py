@@ -32,7 +32,7 @@ from verl_like.trainer.ppo_workers import (
 )
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
-from verl_like.workers.config.models import ModelConfig
+from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import (
     check_sequence_length,
@@ -43,6 +43,9 @@ from verl_like.workers.models.pretrained import (
 )
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
+
+TEACHER = "actor_rollout_ref.actor.policy_loss.teacher"
+"""How messages call the settings of the teacher's model."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
     first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
     check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
+    if config.needs_teacher and config.actor_rollout_ref.teacher_model:
+        check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
     config = with_training_steps(config, training_steps(config, len(train_dataset)))
     scorer = None
     numbers: list[str] | None = []
@@ -134,7 +139,8 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
     if "teacher_log_prob" in config.loss_needs - written and not config.needs_teacher:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which no role of this run "
-            "writes: set actor_rollout_ref.actor.policy_loss.teacher_path to the folder or hub name of a model"
+            "writes: add a custom role that does or, where the loss has that option, set "
+            "actor_rollout_ref.actor.policy_loss.teacher_path to the folder or hub name of a model"
         )
 
 
@@ -163,7 +169,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
     if config.needs_teacher and policy.teacher_model:
-        models["actor_rollout_ref.actor.policy_loss.teacher"] = policy.teacher_model
+        models[TEACHER] = policy.teacher_model
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
     return models | ({"reward_model.model": config.reward_model.model} if config.reward_model.enable else {})
 
@@ -174,16 +180,16 @@ def check_models(config: PPOConfig) -> None:
     configs = {key: load_hf_config(model, key=key).get_text_config() for key, model in models.items()}
     policy = configs["actor_rollout_ref.model"]
     needed = config.data.max_prompt_length + config.data.max_response_length
-    longest = getattr(policy, "max_position_embeddings", None) or needed
-    if needed > longest:
-        raise ValueError(
-            f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
-            f"{config.data.max_response_length} = {needed} tokens, but the model at "
-            f"{config.actor_rollout_ref.model.path} has {longest} positions; lower one of the two."
-        )
     for key, hf_config in configs.items():
+        longest = getattr(hf_config, "max_position_embeddings", None) or needed
+        if needed > longest and key != "reward_model.model":  # which checks its own template's tokens
+            raise ValueError(
+                f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
+                f"{config.data.max_response_length} = {needed} tokens, but the model at {models[key].path} has "
+                f"{longest} positions; lower one of the two."
+            )
         check_sequence_length(hf_config, needed, f"{key}.path={models[key].path}")
-        if hf_config.vocab_size != policy.vocab_size:
+        if hf_config.vocab_size != policy.vocab_size and key != TEACHER:
             raise ValueError(
                 f"{key}.path={models[key].path} has {hf_config.vocab_size} token ids, the policy "
                 f"{policy.vocab_size}: it would read other words than the policy wrote; choose a model of the same "
@@ -197,6 +203,16 @@ def check_models(config: PPOConfig) -> None:
             name, part = ("critic", config.critic) if key == "critic.model" else policy_part
             size = part.ulysses_sequence_parallel_size
             require_shares_of_heads(hf_config, size, f"{name}.ulysses_sequence_parallel_size")
+
+
+def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a teacher that reads other words than the policy writes. Its embeddings may be padded."""
+    size = load_hf_config(model, key=TEACHER).get_text_config().vocab_size
+    if size < len(tokenizer) or load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.teacher_path={model.path}: the tokenizer of the teacher is not that "
+            "of the policy, so it would read other words than the policy wrote; choose a teacher of the same tokenizer."
+        )
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:

@@ -29,7 +29,8 @@ def build_role_worker_mapping(
     # The actor's schedule counts the steps that train it: those after the critic's warm-up.
     actor_steps = steps and steps - config.trainer.critic_warmup
     policy = {"config": config.actor_rollout_ref}
-    actor = {"total_training_steps": actor_steps, "with_sum_pi_squared": "sum_pi_squared" in config.estimator_needs}
+    actor = {"total_training_steps": actor_steps}
+    actor |= {"with_sum_pi_squared": True} if "sum_pi_squared" in config.estimator_needs else {}
     critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
         Role.Actor: (ActorWorker, policy | actor),

@@ -40,16 +40,16 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     Args:
         config: settings of the policy in all its roles.
         total_training_steps: steps that train the actor, for a learning rate that depends on them.
-        with_sum_pi_squared: whether `compute_log_prob` writes the column `sum_pi_squared`.
         shares_device: whether a rollout engine takes memory of the device in turn.
+        with_sum_pi_squared: whether `compute_log_prob` writes the column `sum_pi_squared`.
     """
 
     def __init__(
         self,
         config: ActorRolloutRefConfig,
         total_training_steps: int | None = None,
-        with_sum_pi_squared: bool = False,
         shares_device: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> None:
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared

@@ -30,7 +30,7 @@ class RolloutCorrectionConfig(ConfigModel):
     response; null means not at all."""
     rollout_is_threshold: float | str = 2.0
     """Largest weight, to which larger ones are truncated; or, as in '0.5_5.0', a band, outside of which weights become
-    0 (IcePop). In a YAML file write decimal points: 1_5 is 15 there."""
+    0 (IcePop). In a YAML file put a band in quotes: without them 0.5_5 is the number 0.55."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
@@ -100,6 +100,10 @@ def rejection_bounds(statistics: str, threshold: float | str | None) -> dict[str
         lower, upper = _bounds(bound.strip(), "rollout_rs_threshold")
         if name.endswith("k1"):
             lower = 1 / upper if lower is None else lower
+            if lower > upper:
+                raise ValueError(
+                    f"rollout_rs_threshold={bound}: {name} keeps ratios up to it; give 1 or more, or a band"
+                )
         elif lower is not None:
             raise ValueError(f"rollout_rs_threshold={bound}: {name} has one bound, the largest value; give one number")
         found[name] = lower, upper

@@ -38,6 +38,11 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
     for role, path in config.worker_classes.items():
         if role not in config.role_mapping:
             yield f"worker_classes.{role}={path}: the role has no pool; add role_mapping.{role}=<pool>"
+        if role == Role.Teacher and not config.needs_teacher:
+            yield (
+                f"worker_classes.{role}={path}: this is the built-in role of a policy loss that learns from the model "
+                "teacher_path, which this run has not; give a custom role another name"
+            )
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
             yield f"worker_classes.{role}={path}: expected an import path, package.module.Class"
 
