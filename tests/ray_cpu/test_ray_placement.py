@@ -55,6 +55,17 @@ def stop_all():
     wait_until(lambda: free_cpus() == 8)
 
 
+def test_a_released_pool_can_be_held_again(stop_all):
+    pool = RayResourcePool([1], use_gpu=False)
+    first = RayWorkerGroup(pool, TOY)
+    pool.release()
+    second = RayWorkerGroup(pool, TOY)
+    stop_all += [second, pool]
+    first.shutdown()  # it held the reservation before: nothing of this one becomes free
+    with pytest.raises(ValueError, match="already holds 1 worker group"):
+        RayWorkerGroup(pool, TOY)
+
+
 def test_an_uneven_pool_counts_ranks_node_by_node(stop_all):
     pool = RayResourcePool([2, 1], use_gpu=False)
     group = RayWorkerGroup(pool, TOY, role="uneven", name_prefix="toy", worker_env={"TOY_FLAG": "on"})
