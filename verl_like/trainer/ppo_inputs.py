@@ -182,7 +182,7 @@ def check_models(config: PPOConfig) -> None:
     needed = config.data.max_prompt_length + config.data.max_response_length
     for key, hf_config in configs.items():
         longest = getattr(hf_config, "max_position_embeddings", None) or needed
-        if needed > longest and key != "reward_model.model":  # which checks its own template's tokens
+        if needed > longest and key in ("actor_rollout_ref.model", TEACHER):
             raise ValueError(
                 f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
                 f"{config.data.max_response_length} = {needed} tokens, but the model at {models[key].path} has "
