@@ -307,7 +307,9 @@ class DataProto(Batch):
         if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
         batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = union_tensor_dict(*batches) if len(batches) == 2 else batches[0].copy() if batches else None
+        batch = batches[0].copy() if batches else None
+        if len(batches) == 2:
+            batch = union_tensor_dict(*batches)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)

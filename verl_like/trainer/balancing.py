@@ -71,9 +71,8 @@ class RowWork:
             "global_seqlen/mean": Metric.mean(before.mean()),
         }
         for name, order in (("unbalanced", plain), ("balanced", used)):
-            work = (
-                self.flops_B[order].reshape(num_ranks, -1, num_mini_batch_rows // num_ranks).sum(-1)
-            )  # rank, mini-batch
+            rank_minibatch_row = self.flops_B[order].reshape(num_ranks, -1, num_mini_batch_rows // num_ranks)
+            work = rank_minibatch_row.sum(-1)
             metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum())
         return metrics
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -114,7 +114,7 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
     return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
 
 
-def check_names_of_rewards(config: PPOConfig, columns: Iterable[str], numbers: Sequence[str]) -> None:
+def check_names_of_rewards(config: PPOConfig, columns: Collection[str], numbers: Collection[str]) -> None:
     """Raises ValueError where dynamic sampling or the estimator names a reward that the run does not have."""
     algorithm = config.algorithm
     if algorithm.filter_groups.enable:

@@ -46,6 +46,7 @@ class RayPPOTrainer:
     tokenizer: PreTrainedTokenizerBase
     role_worker_mapping: dict[str, RayClassWithInitArgs]
     resource_pool_manager: ResourcePoolManager | None
+    """None for a subclass whose `start_groups` needs no pools, as in one process."""
     train_dataset: PromptDataset
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None

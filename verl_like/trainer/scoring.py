@@ -1,6 +1,6 @@
 """From responses to `rule_scores`: decoded on the driver, scored in reward processes, put on the last token."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,7 +76,7 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     return groups.sum((groups.scores - groups.mean()) ** 2) > 0
 
 
-def require_metric(metric: str, numbers: Iterable[str]) -> None:
+def require_metric(metric: str, numbers: Collection[str]) -> None:
     """Raises ValueError if `algorithm.filter_groups.metric` is none of the numbers that the rules give."""
     if metric not in numbers:
         raise ValueError(
@@ -109,7 +109,8 @@ class RuleScorer:
         """Scores the ground truth of the first row of each data source before a run.
 
         Returns:
-            The names of the numbers that the function returned beside the scores; None where a row has no score.
+            The names of the numbers that the function returned beside the scores; None where it returned nothing else
+            for a row, since it may for others.
 
         Raises:
             RewardError: the function raised, hung or returned something that is not a score, or a data source has none.

@@ -7,6 +7,8 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 
+BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="ref")
+
 
 class ReferenceWorker(ActorRolloutRefWorker):
     """One rank of the reference policy, which is only run forward. Subclasses change the model in `build_model`."""
@@ -26,12 +28,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
             sequence_parallel_size=sequence_parallel_size,
         )
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),
-        blocking=False,
-        reads=SEQUENCE_COLUMNS,
-        writes=["ref_log_prob"],
-    )
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, (B, R) float32."""
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")

@@ -1,10 +1,10 @@
 """The frozen teacher of on-policy distillation."""
 
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.decorator import register
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.reference import BY_SHARD, ReferenceWorker
 
 
 class TeacherWorker(ReferenceWorker):
@@ -14,12 +14,7 @@ class TeacherWorker(ReferenceWorker):
         assert config.teacher_model, "a run without teacher_path has no teacher"
         super().__init__(config.model_copy(update={"model": config.teacher_model}), shares_device)
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),
-        blocking=False,
-        reads=SEQUENCE_COLUMNS,
-        writes=["teacher_log_prob"],
-    )
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["teacher_log_prob"])
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the teacher, (B, R) float32."""
         return self.infer_log_probs(data, "teacher_log_prob", phase="teacher")

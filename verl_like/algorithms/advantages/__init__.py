@@ -5,7 +5,7 @@ response_mask is 0 and without a gradient; it writes into none of its inputs. A 
 skipped and counts in no statistic. Its inputs are given by parameter name; docs/algorithms.md lists them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry, call_by_name
@@ -39,7 +39,7 @@ class AdvantageOptions(AlgorithmOptions):
 
     section: ClassVar[str] = "algorithm.options"
 
-    def require_rewards(self, names: Iterable[str]) -> None:
+    def require_rewards(self, names: Collection[str]) -> None:
         """Raises ValueError for an option that names a reward which is none of `names`."""
 
 

@@ -13,7 +13,7 @@ refused. verl ignores the KL penalty, and falls back to the sum of the rewards w
 Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -52,7 +52,7 @@ class GDPOOptions(AdvantageOptions):
             raise ValueError(f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2")
         return self
 
-    def require_rewards(self, names: Iterable[str]) -> None:
+    def require_rewards(self, names: Collection[str]) -> None:
         if unknown := [key for key in self.gdpo_reward_keys if key not in names]:
             raise ValueError(
                 f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "

@@ -1,8 +1,8 @@
 """On-policy distillation: PPO whose advantage is how much likelier the teacher finds each token than the policy.
 
-thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 2306.13649. With `k = log_prob -
-teacher_log_prob`, without its gradient, which estimates KL(policy || teacher), and the loss `vanilla`
-of the advantages A:
+thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 2306.13649. With
+`k = log_prob - teacher_log_prob`, without its gradient, which estimates KL(policy || teacher), and with the loss
+`vanilla` of the advantages A:
 
     L = distillation_loss_coef vanilla(-clip(k, -loss_max_clamp, loss_max_clamp))
     L = L + vanilla(A)                            with use_task_rewards

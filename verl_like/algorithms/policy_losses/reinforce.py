@@ -7,8 +7,8 @@
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
 It differs from `gpg` in its metric. With `algorithm.rollout_correction.rollout_is` it is the policy gradient with
-truncated importance weights. In verl the
-function has no name for `loss_mode`, and its first parameter is called rollout_log_prob.
+truncated importance weights. In verl the function has no name for `loss_mode`, and its first parameter is called
+rollout_log_prob.
 """
 
 import torch

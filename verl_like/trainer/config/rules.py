@@ -40,8 +40,8 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
             yield f"worker_classes.{role}={path}: the role has no pool; add role_mapping.{role}=<pool>"
         if role == Role.Teacher and not config.needs_teacher:
             yield (
-                f"worker_classes.{role}={path}: this is the built-in role of a policy loss that learns from the model "
-                "teacher_path, which this run has not; give a custom role another name"
+                f"worker_classes.{role}={path}: teacher is the built-in role of a policy loss with teacher_path, and "
+                "this run has no such loss; give a custom role another name"
             )
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
             yield f"worker_classes.{role}={path}: expected an import path, package.module.Class"
