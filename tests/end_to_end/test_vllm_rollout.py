@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import rollout_requests
 import torch
 from transformers import LlamaForCausalLM
 
@@ -50,6 +51,10 @@ class RolloutProcess:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.engine, method)(*args)
 
+    def run(self, function: str, *args: Any) -> Any:
+        """What a function of rollout_requests.py does with the engine."""
+        return getattr(rollout_requests, function)(self.engine, *args)
+
     def stream(self, batch: DataProto, *, give_up: bool = False) -> tuple[list[list[FinishedSample]], DataProto | None]:
         """What the engine yields, however soon it comes, and what it returns unless it is given up after one part."""
         base._SECONDS_BETWEEN_PARTS = 0.0
@@ -65,7 +70,7 @@ class RolloutProcess:
 
     def call_without_loading(self, method: str, *args: Any) -> Any:
         """Calls the engine while its `_load`, which overwrites the weights, does nothing."""
-        load, self.engine._load = self.engine._load, lambda weights: None
+        load, self.engine._load = self.engine._load, lambda weights, version: None
         try:
             return self.call(method, *args)
         finally:
@@ -75,8 +80,8 @@ class RolloutProcess:
         """Calls the engine, whose `_load` then changes one number of a parameter that a kernel reads as it is."""
         load = self.engine._load
 
-        def load_and_change(weights: Any) -> None:
-            load(weights)
+        def load_and_change(weights: Any, version: int) -> None:
+            load(weights, version)
             self.engine._call(lambda worker: worker.model_runner.get_model().model.embed_tokens.weight[3, 2].add_(1.0))
 
         self.engine._load = load_and_change
@@ -104,7 +109,7 @@ def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any)
     holder, port = reserve_port()
     env = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(["tests/end_to_end", os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")]),
     }
     processes = [RolloutProcess.options(runtime_env={"env_vars": env}).remote() for _ in ranks]
     building = [

@@ -95,17 +95,18 @@ class Judge(Worker):
         return DataProto.from_dict(tensors={"judge_scores": on_last_token(torch.ones(len(mask_BR)), mask_BR)})
 '''
 ENGINE = '''
-"""An engine that gives all samples of a prompt the same seed."""
+"""An engine that gives all requests the same seed."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
 
-from verl_like.workers.rollout.base import Sampling
+from verl_like.workers.rollout import GenerationRequest
 from verl_like.workers.rollout.hf_engine import HfEngine
 
 
 class EqualEngine(HfEngine):
-    def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]) -> Any:
-        return super()._generate(prompts, sampling, [[group[0]] * len(group) for group in seeds])
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        super()._submit([dataclasses.replace(request, seed=11) for request in requests])
 '''
 REWARD = '''
 """Two for every response."""

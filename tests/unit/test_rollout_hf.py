@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,10 @@ from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.rollout import RolloutEngine, RolloutError, base, get_rollout_engine
-from verl_like.workers.rollout.base import (
-    Completion,
-    FinishedSample,
-    Sampling,
-    assemble,
-    check_completion,
-    request_seed,
-)
+from verl_like.workers.rollout.base import FinishedSample
+from verl_like.workers.rollout.batch import assemble
 from verl_like.workers.rollout.hf_engine import HfEngine
+from verl_like.workers.rollout.request import Completion, Sampling, check_completion, request_seed
 from verl_like.workers.weight_sync import WeightSyncError, collect_weights
 
 PROMPTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34]]
@@ -79,11 +74,13 @@ def log_probs_of(model: LlamaForCausalLM, output: DataProto, temperature: float)
 
 def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_them() -> None:
     prompts = prompt_batch([[10, 11], [20, 21, 22]])
-    groups = [
-        [Completion([40, 41, 1], [-1.0, -2.0, -3.0]), Completion([42, 43, 44, 45], [-0.5] * 4)],
-        [Completion([1], [-4.0]), Completion([46, 1], [-0.25, -0.75])],
+    completions = [
+        Completion([40, 41, 1], [-1.0, -2.0, -3.0], ((8, 0, 2), (9, 2, 3))),
+        Completion([42, 43, 44, 45], [-0.5] * 4, ((9, 0, 4),)),
+        Completion([1], [-4.0], ((9, 0, 1),)),
+        Completion([46, 1], [-0.25, -0.75], ((9, 0, 2),)),
     ]
-    output = assemble(prompts, groups, response_length=4, pad_token_id=0, policy_version=9)
+    output = assemble(prompts, completions, response_length=4, pad_token_id=0)
     columns = output.batch
     assert columns["prompts"].tolist() == [[0, 0, 0, 0, 10, 11]] * 2 + [[0, 0, 0, 20, 21, 22]] * 2
     assert columns["responses"].tolist() == [[40, 41, 1, 0], [42, 43, 44, 45], [1, 0, 0, 0], [46, 1, 0, 0]]
@@ -95,7 +92,7 @@ def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_th
     assert columns["rollout_log_probs"][2].tolist() == [-4.0, 0.0, 0.0, 0.0]
     assert columns["rollout_log_probs"].dtype == torch.float32
     versions = output.non_tensor_batch["policy_version"]
-    assert versions.tolist() == [((9, 0, 3),), ((9, 0, 4),), ((9, 0, 1),), ((9, 0, 2),)]
+    assert versions.tolist() == [((8, 0, 2), (9, 2, 3)), ((9, 0, 4),), ((9, 0, 1),), ((9, 0, 2),)]
     integers = ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids")
     assert {columns[name].dtype for name in integers} == {torch.int64}
 
@@ -235,20 +232,25 @@ def test_a_prompt_that_is_there_twice_or_without_a_uid_is_refused(model: tuple[s
         engine.generate_sequences(prompt_batch().select(non_tensor_batch_keys=[]))
 
 
-GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0])
-SAMPLING = Sampling(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
+GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0], ((7, 0, 3),))
+SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
 
 
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        (Completion([], []), "row 1 has 0 tokens"),
-        (Completion([40] * 5, [-1.0] * 5), "row 1 has 5 tokens, but 1 to 4 are possible"),
-        (Completion([40, 68, 1], [-1.0] * 3), "row 1 has tokens outside of the vocabulary of 68"),
-        (Completion([40, -1, 1], [-1.0] * 3), "row 1 has tokens outside of the vocabulary of 68"),
-        (Completion([40, 41], [-1.0] * 2), "stops after 2 of 4 tokens at token 41"),
+        (Completion([], [], ()), "row 1 has 0 tokens"),
+        (Completion([40] * 5, [-1.0] * 5, ((7, 0, 5),)), "row 1 has 5 tokens, but 1 to 4 are possible"),
+        (dataclasses.replace(GOOD, token_ids=[40, 68, 1]), "row 1 has tokens outside of the vocabulary of 68"),
+        (dataclasses.replace(GOOD, token_ids=[40, -1, 1]), "row 1 has tokens outside of the vocabulary of 68"),
+        (Completion([40, 41], [-1.0] * 2, ((7, 0, 2),)), "stops after 2 of 4 tokens at token 41"),
         (dataclasses.replace(GOOD, log_probs=[-1.0, math.nan, -3.0]), "log-probabilities [-1.0, nan, -3.0]"),
         (dataclasses.replace(GOOD, log_probs=[-1.0]), "has 3 tokens but log-probabilities [-1.0]"),
+        (dataclasses.replace(GOOD, versions=()), "has 3 tokens but spans of versions ()"),
+        (dataclasses.replace(GOOD, versions=((7, 0, 2),)), "spans of versions ((7, 0, 2),)"),
+        (dataclasses.replace(GOOD, versions=((7, 1, 3),)), "spans of versions ((7, 1, 3),)"),
+        (dataclasses.replace(GOOD, versions=((7, 0, 2), (8, 1, 3))), "spans of versions ((7, 0, 2), (8, 1, 3))"),
+        (dataclasses.replace(GOOD, versions=((7, 0, 0), (8, 0, 3))), "spans of versions ((7, 0, 0), (8, 0, 3))"),
     ],
 )
 def test_output_that_is_not_a_response_is_refused(completion: Completion, message: str) -> None:
@@ -261,28 +263,25 @@ def test_output_that_is_not_a_response_is_refused(completion: Completion, messag
 class Careless(HfEngine):
     """Changes what it generated before it gives it back."""
 
-    def _generate(self, *args: Any) -> Iterator[list[tuple[int, int, Completion]]]:
-        self.has_ended = False
-        try:
-            for finished in super()._generate(*args):
-                yield [
-                    (row, k, dataclasses.replace(completion, token_ids=[]) if (row, k) == self.empties else completion)
-                    for row, k, completion in finished
-                    if (row, k) != self.loses
-                ]
-        finally:
-            self.has_ended = True
+    def _step(self) -> list[tuple[str, Completion]]:
+        return [
+            (name, dataclasses.replace(completion, token_ids=[]) if name == self.empties else completion)
+            for name, completion in super()._step()
+            if name != self.loses
+        ]
 
 
 def test_a_lost_or_damaged_response_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model)
-    engine.__class__, engine.loses, engine.empties = Careless, (1, 2), None
-    with pytest.raises(RolloutError, match=r"returned 2 responses for row 1 \(uid 0-1\), not n=3"):
+    expected = engine.generate_sequences(prompt_batch())
+    engine.__class__, engine.loses, engine.empties = Careless, "row 1 (uid 0-1), sample 2", None
+    with pytest.raises(RolloutError, match=r"lost 1 requests: \['row 1 \(uid 0-1\), sample 2'\]"):
         engine.generate_sequences(prompt_batch())
-    engine.loses, engine.empties = None, (2, 0)
-    with pytest.raises(RolloutError, match=r"Response 0 of row 2 \(uid 0-2\) has 0 tokens") as error:
+    engine.loses, engine.empties = None, "row 2 (uid 0-2), sample 0"
+    with pytest.raises(RolloutError, match=r"The response to row 2 \(uid 0-2\), sample 0 has 0 tokens"):
         engine.generate_sequences(prompt_batch())
-    assert engine.has_ended, f"the engine is told to end, not left to whoever keeps {error}"
+    engine.empties = None
+    assert engine.generate_sequences(prompt_batch()).equal(expected), "no request is left to the next batch"
 
 
 def parts_and_result(engine: RolloutEngine, prompts: DataProto) -> tuple[list[list[FinishedSample]], DataProto]:
@@ -298,20 +297,18 @@ def test_finished_responses_are_told_while_others_are_generated(
     model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
-    engine = make_engine(model, max_num_seqs=3)  # a prompt at a time
+    engine = make_engine(model)
     prompts = prompt_batch()
     parts, output = parts_and_result(engine, prompts)
     assert output.equal(engine.generate_sequences(prompts))
-    assert [[(sample.uid, sample.index) for sample in part] for part in parts] == [
-        [(f"0-{row}", k) for k in range(3)] for row in range(3)
-    ]
-    for sample, responses, mask in zip(
-        [sample for part in parts for sample in part],
-        output.batch["responses"],
-        output.batch["response_mask"].bool(),
-        strict=True,
-    ):
-        assert list(sample.token_ids) == responses[mask].tolist()
+    told = [(sample.uid, sample.index) for part in parts for sample in part]
+    assert sorted(told) == [(f"0-{row}", k) for row in range(3) for k in range(3)]
+    lengths = [len(sample.token_ids) for part in parts for sample in part]
+    assert lengths == sorted(lengths) and len(parts) == len(set(lengths)) > 2, "a step is a token of each response"
+    for sample in (sample for part in parts for sample in part):
+        row = 3 * int(sample.uid.removeprefix("0-")) + sample.index
+        mask = output.batch["response_mask"][row].bool()
+        assert list(sample.token_ids) == output.batch["responses"][row][mask].tolist()
 
 
 def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,12 +322,12 @@ def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], mo
 class Caching(HfEngine):
     """Claims that the first response to each prompt found this many of its tokens in the prefix cache."""
 
-    def _generate(self, *args: Any) -> Iterator[list[tuple[int, int, Completion]]]:
-        for finished in super()._generate(*args):
-            yield [
-                (row, k, dataclasses.replace(completion, num_cached_tokens=self.num_cached[row] if k == 0 else 0))
-                for row, k, completion in finished
-            ]
+    def _step(self) -> list[tuple[str, Completion]]:
+        cached = {f"row {row} (uid 0-{row}), sample 0": num for row, num in enumerate(self.num_cached)}
+        return [
+            (name, dataclasses.replace(completion, num_cached_tokens=cached.get(name, 0)))
+            for name, completion in super()._step()
+        ]
 
 
 def test_padding_rows_do_not_count_in_the_prefix_cache_hit_rate(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -349,9 +346,9 @@ def test_padding_rows_do_not_count_in_the_prefix_cache_hit_rate(model: tuple[str
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model, prompt_length=3)
-    with pytest.raises(ValueError, match=r"row 1 \(uid 0-1\) has 0 tokens"):
+    with pytest.raises(ValueError, match=r"row 1 \(uid 0-1\), sample 0 has 0 tokens"):
         engine.generate_sequences(prompt_batch([[10], []]))
-    with pytest.raises(ValueError, match=r"row 0 \(uid 0-0\) has 4 tokens, but 1 to rollout.prompt_length=3"):
+    with pytest.raises(ValueError, match=r"row 0 \(uid 0-0\), sample 0 has 4 tokens, but 1 to rollout.prompt_length=3"):
         engine.generate_sequences(prompt_batch([[10, 11, 12, 13]]))
 
 

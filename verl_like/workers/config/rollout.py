@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -82,4 +82,6 @@ class RolloutConfig(LogProbConfig):
     max_num_seqs: PositiveInt | None = None
     """Most sequences the engine processes at once; null means vLLM's own number for the GPU (1024 with 70 GiB or more,
     A100: 256), and 256 on a CPU and for the hf engine."""
+    kv_after_update: Literal["recompute", "keep"] = "recompute"
+    """Keys and values of unfinished responses when new weights arrive: computed again with them, or kept."""
     val_kwargs: SamplingConfig = SamplingConfig()

@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from verl_like.workers.rollout.base import FinishedSample, RolloutEngine, RolloutError
+from verl_like.workers.rollout.base import FinishedSample, RolloutEngine
 from verl_like.workers.rollout.hf_engine import HfEngine
+from verl_like.workers.rollout.request import Completion, GenerationRequest, RolloutError, Sampling
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 
 __all__ = [
+    "Completion",
     "FinishedSample",
+    "GenerationRequest",
     "RolloutEngine",
     "RolloutError",
+    "Sampling",
     "get_rollout_engine",
     "register_rollout_engine",
 ]

@@ -1,14 +1,11 @@
-"""What every rollout engine has in common: prompts in, checked and padded responses out, verified weights."""
+"""What every rollout engine has in common: requests and batches in, checked responses out, verified weights."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +18,15 @@ from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
+from verl_like.workers.rollout.batch import assemble, prompt_uids, strip_padding
+from verl_like.workers.rollout.request import (
+    Completion,
+    GenerationRequest,
+    RolloutError,
+    Sampling,
+    check_completion,
+    request_seed,
+)
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
@@ -29,34 +35,6 @@ CPU_NUM_SEQS = 256
 """Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
 
 _SECONDS_BETWEEN_PARTS = 0.05  # sending finished samples costs the engine well under a millisecond each time
-
-
-class RolloutError(RuntimeError):
-    """The engine returned something that is not a response to its prompt."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. Greedy decoding has temperature 0; its log-probabilities are those of temperature 1."""
-
-    n: int
-    temperature: float
-    top_k: int
-    """-1 means all tokens."""
-    top_p: float
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end a response and belong to it; empty means that every response has `max_tokens` tokens."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One response: its tokens, the last of which may be a stop token, and their log-probabilities."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    num_cached_tokens: int = 0
-    """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +51,13 @@ class FinishedSample:
 class RolloutEngine(ABC):
     """Generates responses with the trainer's weights; engines differ in how they sample and how they take weights.
 
-    `tensor_model_parallel_size` consecutive ranks make up one replica. Its ranks get the same prompts and return the
-    same responses; `dp_rank` numbers the replicas and `is_collect` marks the rank of each whose result is used.
+    Requests come one by one (`submit`, `step`, `abort`) or as a batch (`generate_sequences`), and weights at any time
+    between two steps, also while responses are unfinished. The tokens of a response do not depend on the way: they are
+    a function of its request and of the weights of each token, up to the rounding of the logits.
+
+    `tensor_model_parallel_size` consecutive ranks make up one replica. Its ranks get the same calls in the same order
+    and return the same responses; `dp_rank` numbers the replicas and `is_collect` marks the rank of each whose result
+    is used.
 
     An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has.
 
@@ -108,28 +91,113 @@ class RolloutEngine(ABC):
         self.policy_version: int | None = None
         """Version of the weights; None until weights were loaded and verified, and while the engine has none."""
         self._newest_version = -1
+        self._vocab_size = self.hf_config.get_text_config().vocab_size
+        self._in_flight: dict[str, GenerationRequest] = {}
+        self._is_paused = False
 
     @abstractmethod
-    def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]
-    ) -> Generator[list[tuple[int, int, Completion]], None, None]:
-        """Draws `sampling.n` responses for each prompt; all randomness of response k to prompt i is `seeds[i][k]`.
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests, whose names are unlike those of all in flight."""
 
-        Yields, again and again, what has been finished since: (prompt, index among its responses, response). It is
-        closed early where a response is refused or the caller stops.
+    @abstractmethod
+    def _step(self) -> list[tuple[str, Completion]]:
+        """Computes the next token of every request that there is room for; returns those that ended, by name."""
+
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Whether a step would compute anything."""
+
+    @abstractmethod
+    def _abort(self, names: Collection[str]) -> None:
+        """Forgets requests in flight."""
+
+    @abstractmethod
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Overwrites the engine's weights.
+
+        No request that is submitted from now on uses what was computed with the old ones, and those in flight do so as
+        `rollout.kv_after_update` says.
         """
-
-    @abstractmethod
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Overwrites the engine's weights and forgets whatever was computed with the old ones."""
 
     @abstractmethod
     def _fingerprint(self) -> int:
         """Fingerprint (see weight_sync.py) of the weights that the engine computes with."""
 
     @abstractmethod
+    def _sleep(self) -> None:
+        """Frees the device for training. The weights may be gone."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Takes requests in, beside those in flight.
+
+        Raises:
+            RuntimeError: no weights were loaded.
+            ValueError: an empty or over-long prompt, or the name of a request in flight; none of them is taken in.
+        """
+        self._require_weights()
+        limit, names = self.config.prompt_length, set(self._in_flight)
+        for request in requests:
+            if not 0 < len(request.prompt_ids) <= limit:
+                raise ValueError(
+                    f"The prompt of {request.name} has {len(request.prompt_ids)} tokens, but 1 to "
+                    f"rollout.prompt_length={limit} are allowed; filter or truncate the dataset, or raise "
+                    "data.max_prompt_length."
+                )
+            if request.name in names:
+                raise ValueError(f"A request named {request.name} is in flight; give every request a name of its own.")
+            names.add(request.name)
+        self._submit(requests)
+        self._in_flight |= {request.name: request for request in requests}
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Computes the next token of every request that the engine has room for; returns those that ended, by name.
+
+        A paused engine and one without requests do nothing.
+
+        Raises:
+            RuntimeError: no weights, since the last ones did not arrive.
+            RolloutError: the engine lost a request, or returned something that is not 1 to R known tokens with finite
+                log-probabilities.
+        """
+        if self._is_paused or not self._in_flight:
+            return []
+        self._require_weights()
+        if not self._has_work():
+            raise RolloutError(f"The rollout engine lost {len(self._in_flight)} requests: {list(self._in_flight)[:5]}.")
+        finished = self._step()
+        for name, completion in finished:
+            sampling = self._in_flight.pop(name).sampling
+            check_completion(completion, f"The response to {name}", sampling, vocab_size=self._vocab_size)
+        return finished
+
+    def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
+        """Steps until nothing is in flight; yields what ended in each step, which is nothing while it is paused."""
+        while self._in_flight:
+            yield self.step()
+
+    def abort(self, names: Iterable[str]) -> list[str]:
+        """Forgets requests; returns the names of those that were in flight."""
+        aborted = [name for name in names if self._in_flight.pop(name, None)]
+        self._abort(aborted)
+        return aborted
+
+    def pause(self) -> None:
+        """Computes nothing until `resume`. What is in flight stays, and requests and weights are still taken in."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._is_paused = False
+
     def sleep(self) -> None:
-        """Frees the device for training. The weights may be gone: load them again before generating."""
+        """Frees the device for training. The weights may be gone: load them again before generating.
+
+        Raises:
+            RuntimeError: requests are in flight.
+        """
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests are in flight; abort them before the engine sleeps.")
+        self._sleep()
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """What `stream_sequences` returns."""
@@ -157,74 +225,79 @@ class RolloutEngine(ABC):
             the right, input_ids, attention_mask, position_ids (B*n, T), response_mask (B*n, R) int64, 1 on generated
             tokens including the end-of-sequence token, rollout_log_probs (B*n, R) float32 under the distribution the
             tokens were drawn from (temperature, top-k, top-p), zero on padding; and the non-tensor column
-            policy_version: of each response a tuple of spans (version, start, end) of its tokens, one span.
+            policy_version: of each response a tuple of spans (version, start, end) of its tokens.
 
         Raises:
-            RuntimeError: no weights were loaded.
+            RuntimeError: no weights were loaded, or requests are in flight.
             ValueError: an empty or over-long prompt, a uid that two rows have, or `global_steps` or `uid` missing.
-            RolloutError: the engine's output is not n responses of 1 to R known tokens with finite log-probabilities.
+            RolloutError: see `step`.
         """
-        if self.policy_version is None:
-            raise RuntimeError("The rollout engine has no verified weights; call load_weights before generating.")
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests are in flight; let them end before a batch, or abort.")
         if "global_steps" not in prompts.meta_info:
             raise ValueError(
                 f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
             )
         uids = prompt_uids(prompts)
         validate = bool(prompts.meta_info.get("validate", False))
-        sampling = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
+        sampling, n = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
         step = int(prompts.meta_info["global_steps"])
-        seeds = [[request_seed(self.seed, step, validate, uid, k) for k in range(sampling.n)] for uid in uids]
-        labels = [f"row {row} (uid {uid})" for row, uid in enumerate(uids)]
-        token_lists = strip_padding(prompts, labels, self.config.prompt_length)
+        token_lists = strip_padding(prompts)
+        requests = {
+            (row, k): GenerationRequest(
+                f"row {row} (uid {uid}), sample {k}",
+                token_lists[row],
+                request_seed(self.seed, step, validate, uid, k),
+                sampling,
+            )
+            for row, uid in enumerate(uids)
+            for k in range(n)
+        }
         is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
         real_rows = [row for row, is_pad in enumerate(is_pad_B.tolist()) if not is_pad]
         reported_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
-        with closing(self._generate(token_lists, sampling, seeds)) as generation:
-            groups = yield from self._collect(generation, reported_uids, labels, sampling)
-        num_cached = sum(completion.num_cached_tokens for row in real_rows for completion in groups[row])
-        num_prompt_tokens = sampling.n * sum(len(token_lists[row]) for row in real_rows)
+        completions = yield from self._generate(requests, reported_uids)
+        num_cached = sum(completions[row, k].num_cached_tokens for row in real_rows for k in range(n))
+        num_prompt_tokens = n * sum(len(token_lists[row]) for row in real_rows)
         output = assemble(
             prompts,
-            groups,
+            list(completions.values()),
             response_length=self.config.response_length,
             pad_token_id=self.pad_token_id,
-            policy_version=self.policy_version,
         )
         hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
         output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
         return output
 
-    def _collect(
-        self,
-        generation: Iterator[list[tuple[int, int, Completion]]],
-        reported_uids: Mapping[int, str],
-        labels: Sequence[str],
-        sampling: Sampling,
-    ) -> Generator[list[FinishedSample], None, list[list[Completion]]]:
-        """Checks what the engine finishes, yields that of the rows in `reported_uids`, returns all by prompt and k."""
-        vocab_size = self.hf_config.get_text_config().vocab_size
-        groups: list[dict[int, Completion]] = [{} for _ in labels]
+    def _generate(
+        self, requests: Mapping[tuple[int, int], GenerationRequest], reported_uids: Mapping[int, str]
+    ) -> Generator[list[FinishedSample], None, dict[tuple[int, int], Completion]]:
+        """Computes requests, by row and sample; yields those that ended of the rows in `reported_uids`, returns all."""
+        keys = {request.name: key for key, request in requests.items()}
+        completions: dict[tuple[int, int], Completion] = {}
         finished: list[FinishedSample] = []
         last_yield = time.monotonic()
-        for completions in generation:
-            for row, index, completion in completions:
-                check_completion(completion, f"Response {index} of {labels[row]}", sampling, vocab_size=vocab_size)
-                groups[row][index] = completion
-                if row in reported_uids:
-                    finished.append(FinishedSample(reported_uids[row], index, completion.token_ids))
-            if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
-                yield finished
-                finished, last_yield = [], time.monotonic()
-        for label, group in zip(labels, groups, strict=True):
-            if sorted(group) != list(range(sampling.n)):
-                raise RolloutError(
-                    f"The rollout engine returned {len(group)} responses for {label}, not n={sampling.n}."
-                )
-        return [[group[index] for index in range(sampling.n)] for group in groups]
+        try:
+            self.submit(list(requests.values()))
+            for ended in self.stream():
+                for name, completion in ended:
+                    row, k = keys[name]
+                    completions[row, k] = completion
+                    if row in reported_uids:
+                        finished.append(FinishedSample(reported_uids[row], k, completion.token_ids))
+                if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
+                    yield finished
+                    finished, last_yield = [], time.monotonic()
+        finally:  # a call that fails or is closed early leaves no request to the next one
+            self.abort(list(self._in_flight))
+        return {key: completions[key] for key in requests}
+
+    def _require_weights(self) -> None:
+        if self.policy_version is None:
+            raise RuntimeError("The rollout engine has no verified weights; call load_weights before generating.")
 
     def load_weights(self, exports: Sequence[WeightExport], version: int) -> dict[str, Any]:
-        """Replaces the engine's weights and proves that they are the trainer's.
+        """Replaces the engine's weights and proves that they are the trainer's; requests in flight go on with them.
 
         Args:
             exports: `collect_weights` of every trainer rank.
@@ -244,7 +317,7 @@ class RolloutEngine(ABC):
             )
         expected = check_exports(exports, version)
         self.policy_version = None
-        self._load(iterate_weights(exports))
+        self._load(iterate_weights(exports), version)
         loaded = self._fingerprint()
         if loaded != expected:
             raise WeightSyncError(
@@ -259,18 +332,19 @@ class RolloutEngine(ABC):
             "seconds": time.perf_counter() - start,
         }
 
-    def _sampling(self, validate: bool, greedy: bool) -> Sampling:
+    def _sampling(self, validate: bool, greedy: bool) -> tuple[Sampling, int]:
+        """How responses are drawn, and how many to a prompt."""
         source = self.config.val_kwargs if validate else self.config
-        num_samples = 1 if greedy else source.n
+        n = 1 if greedy else source.n
         greedy = greedy or source.temperature == 0
-        return Sampling(
-            n=num_samples,
+        sampling = Sampling(
             temperature=0.0 if greedy else source.temperature,
             top_k=-1 if greedy or source.top_k == 0 else source.top_k,
             top_p=1.0 if greedy else source.top_p,
             max_tokens=self.config.response_length,
             stop_token_ids=() if self.config.ignore_eos else self.eos_token_ids,
         )
+        return sampling, n
 
 
 def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
@@ -292,109 +366,3 @@ def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
     more = [] if generation_eos is None else np.atleast_1d(generation_eos).tolist()
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return tuple(sorted({tokenizer.eos_token_id, *more})), pad
-
-
-def prompt_uids(prompts: DataProto) -> list[str]:
-    """Each row's uid.
-
-    Raises:
-        ValueError: there is no column `uid`, or two rows besides padding share one, so that they draw the same.
-    """
-    if "uid" not in prompts.non_tensor_batch:
-        raise ValueError(
-            "generate_sequences needs the column 'uid' to seed each prompt's responses; got "
-            f"{sorted(prompts.non_tensor_batch)}."
-        )
-    uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool)).tolist()
-    counts = Counter(uid for uid, is_pad in zip(uids, is_pad_B, strict=True) if not is_pad)
-    if repeated := [uid for uid, count in counts.items() if count > 1]:
-        raise ValueError(
-            f"generate_sequences got several rows of the prompts {repeated}, which would draw the same responses; give "
-            "each prompt once and rollout.n for the number of its responses."
-        )
-    return uids
-
-
-def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
-    """The seed of one response, 63 bits: the same for the same arguments in every process, unrelated for others."""
-    key = repr((seed, step, validate, uid, sample)).encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
-
-
-def strip_padding(prompts: DataProto, labels: Sequence[str], prompt_length: int) -> list[list[int]]:
-    """Each prompt's tokens without the padding on its left.
-
-    Raises:
-        ValueError: a prompt is empty, or longer than `prompt_length`.
-    """
-    mask_BP = prompts.batch["attention_mask"].bool()
-    token_lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], mask_BP, strict=True)]
-    for label, token_ids in zip(labels, token_lists, strict=True):
-        if not 0 < len(token_ids) <= prompt_length:
-            raise ValueError(
-                f"The prompt of {label} has {len(token_ids)} tokens, but 1 to rollout.prompt_length={prompt_length} "
-                "are allowed; filter or truncate the dataset, or raise data.max_prompt_length."
-            )
-    return token_lists
-
-
-def check_completion(completion: Completion, who: str, sampling: Sampling, *, vocab_size: int) -> None:
-    """Refuses whatever is not 1 to R known tokens with finite log-probabilities.
-
-    Raises:
-        RolloutError: says `who`.
-    """
-    length = len(completion.token_ids)
-    if not 1 <= length <= sampling.max_tokens:
-        raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
-    if not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
-        raise RolloutError(f"{who} has tokens outside of the vocabulary of {vocab_size}: {completion.token_ids}.")
-    if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
-        raise RolloutError(
-            f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
-            f"which does not end a response (those that do: {sampling.stop_token_ids})."
-        )
-    if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
-        raise RolloutError(f"{who} has {length} tokens but log-probabilities {list(completion.log_probs)}.")
-
-
-def assemble(
-    prompts: DataProto,
-    groups: Sequence[Sequence[Completion]],
-    *,
-    response_length: int,
-    pad_token_id: int,
-    policy_version: int,
-) -> DataProto:
-    """Pads the responses on the right and puts them beside their prompts; see `RolloutEngine.generate_sequences`."""
-    n = len(groups[0])
-    completions = [completion for group in groups for completion in group]
-    shape = (len(completions), response_length)
-    responses = np.full(shape, pad_token_id, dtype=np.int64)
-    response_mask = np.zeros(shape, dtype=np.int64)
-    log_probs = np.zeros(shape, dtype=np.float32)
-    for row, completion in enumerate(completions):
-        length = len(completion.token_ids)
-        responses[row, :length] = completion.token_ids
-        response_mask[row, :length] = 1
-        log_probs[row, :length] = completion.log_probs
-
-    prompt_ids, prompt_mask, prompt_positions = (
-        prompts.batch[name].repeat_interleave(n, dim=0) for name in ("input_ids", "attention_mask", "position_ids")
-    )
-    # Positions go on counting over the padding, as in verl; nothing attends to them.
-    response_positions = prompt_positions[:, -1:] + torch.arange(1, response_length + 1)
-    responses_NR, mask_NR = torch.from_numpy(responses), torch.from_numpy(response_mask)
-    return DataProto.from_dict(
-        tensors={
-            "prompts": prompt_ids,
-            "responses": responses_NR,
-            "input_ids": torch.cat([prompt_ids, responses_NR], dim=1),
-            "attention_mask": torch.cat([prompt_mask, mask_NR], dim=1),
-            "position_ids": torch.cat([prompt_positions, response_positions], dim=1),
-            "response_mask": mask_NR,
-            "rollout_log_probs": torch.from_numpy(log_probs),
-        },
-        non_tensors={"policy_version": [((policy_version, 0, len(each.token_ids)),) for each in completions]},
-    )

@@ -1,21 +1,71 @@
-"""Reference rollout engine: transformers' `generate` on a copy of the model. Small, slow, easy to step through."""
+"""Reference rollout engine: a token at a time with transformers, on a copy of the model. Small, slow, easy to debug."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
+    DynamicCache,
     LogitsProcessor,
-    LogitsProcessorList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from verl_like.workers.rollout.base import CPU_NUM_SEQS, Completion, RolloutEngine, Sampling
+from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
+from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
 from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
+
+# Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
+
+
+@dataclass
+class _Response:
+    """A response that is being drawn."""
+
+    request: GenerationRequest
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of each token."""
+
+    def has_ended(self) -> bool:
+        sampling = self.request.sampling
+        return self.token_ids[-1] in sampling.stop_token_ids or len(self.token_ids) == sampling.max_tokens
+
+    def completion(self) -> Completion:
+        spans: list[VersionSpan] = []
+        for version, tokens in groupby(self.versions):
+            start = spans[-1][2] if spans else 0
+            spans.append((version, start, start + len(list(tokens))))
+        return Completion(self.token_ids, self.log_probs, tuple(spans))
+
+
+@dataclass
+class _Batch:
+    """Responses that started together and are sampled alike."""
+
+    responses: list[_Response]
+    input_ids: torch.Tensor
+    """(b, t) int64, padded on the left."""
+    attention_mask: torch.Tensor
+    """(b, t) int64."""
+    cache: DynamicCache | None = None
+    """Keys and values of all but the last token; None while nothing was computed with the present weights."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Drops all other rows."""
+        if len(rows) == len(self.responses):
+            return
+        self.responses = [self.responses[row] for row in rows]
+        indices = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        self.input_ids, self.attention_mask = self.input_ids[indices], self.attention_mask[indices]
+        if self.cache is not None:
+            self.cache.batch_select_indices(indices)
 
 
 class HfEngine(RolloutEngine):
@@ -34,50 +84,70 @@ class HfEngine(RolloutEngine):
             trust_remote_code=self.model_config.trust_remote_code,
         )
         self.model.eval().requires_grad_(False).to(self.device)
-        # `generate` fills what a request leaves open from here, and a model's own defaults must not leak in.
-        self.model.generation_config = GenerationConfig()
+        self._waiting: list[GenerationRequest] = []
+        self._batches: list[_Batch] = []
 
-    def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]
-    ) -> Generator[list[tuple[int, int, Completion]], None, None]:
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.wake_up()
-        generation = GenerationConfig(
-            do_sample=False,  # `_SeededDraw` draws
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=list(sampling.stop_token_ids) or None,
-            pad_token_id=self.pad_token_id,
-            return_dict_in_generate=True,
-        )
-        at_once = max(1, (self.config.max_num_seqs or CPU_NUM_SEQS) // sampling.n)
-        for start in range(0, len(prompts), at_once):
-            rows = slice(start, start + at_once)
-            draw = _SeededDraw(sampling, [seed for group in seeds[rows] for seed in group])
-            completions = self._generate_padded(prompts[rows], sampling, generation, draw)
-            yield [(start + i // sampling.n, i % sampling.n, completion) for i, completion in enumerate(completions)]
+        self._waiting.extend(requests)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._batches)
+
+    def _abort(self, names: Collection[str]) -> None:
+        self._waiting = [request for request in self._waiting if request.name not in names]
+        for batch in self._batches:
+            batch.keep([row for row, each in enumerate(batch.responses) if each.request.name not in names])
+        self._batches = [batch for batch in self._batches if batch.responses]
+
+    def _step(self) -> list[tuple[str, Completion]]:
+        room = (self.config.max_num_seqs or CPU_NUM_SEQS) - sum(len(batch.responses) for batch in self._batches)
+        while self._waiting and room > 0:
+            requests = list(next(groupby(self._waiting[:room], key=lambda request: request.sampling))[1])
+            del self._waiting[: len(requests)]
+            self._batches.append(self._new_batch(requests))
+            room -= len(requests)
+        ended = [each for batch in self._batches for each in self._advance(batch)]
+        self._batches = [batch for batch in self._batches if batch.responses]
+        return [(each.request.name, each.completion()) for each in ended]
+
+    def _new_batch(self, requests: list[GenerationRequest]) -> _Batch:
+        width = max(len(request.prompt_ids) for request in requests)
+        padding = [width - len(request.prompt_ids) for request in requests]
+        responses = [_Response(each, torch.Generator().manual_seed(each.seed)) for each in requests]
+        padded = [[self.pad_token_id] * p + [*each.prompt_ids] for p, each in zip(padding, requests, strict=True)]
+        mask = [[0] * p + [1] * (width - p) for p in padding]
+        return _Batch(responses, torch.tensor(padded, device=self.device), torch.tensor(mask, device=self.device))
 
     @torch.no_grad()
-    def _generate_padded(
-        self, prompts: list[list[int]], sampling: Sampling, generation: GenerationConfig, draw: "_SeededDraw"
-    ) -> list[Completion]:
-        width = max(map(len, prompts))
-        input_ids = torch.tensor([[self.pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
-        attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        output = self.model.generate(
-            input_ids=input_ids.to(self.device).repeat_interleave(sampling.n, dim=0),
-            attention_mask=attention_mask.to(self.device).repeat_interleave(sampling.n, dim=0),
-            generation_config=generation,
-            logits_processor=LogitsProcessorList([draw]),
-        )
-        tokens, log_probs = output.sequences[:, width:], torch.stack(draw.log_probs, dim=1)
-        completions = []
-        for token_row, log_prob_row in zip(tokens.tolist(), log_probs.tolist(), strict=True):
-            ends = [t for t, token in enumerate(token_row) if token in sampling.stop_token_ids]
-            length = ends[0] + 1 if ends else len(token_row)
-            completions.append(Completion(token_row[:length], log_prob_row[:length]))
-        return completions
+    def _advance(self, batch: _Batch) -> list[_Response]:
+        """Draws the next token of each response; drops those that ended, and returns them."""
+        if batch.cache is None:
+            batch.cache = DynamicCache(config=self.model.config)
+        start = batch.cache.get_seq_length()
+        position_ids = (batch.attention_mask.cumsum(-1) - 1).clamp(min=0)
+        logits_bV = self.model(
+            input_ids=batch.input_ids[:, start:],
+            attention_mask=batch.attention_mask,
+            position_ids=position_ids[:, start:],
+            past_key_values=batch.cache,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        generators = [each.generator for each in batch.responses]
+        tokens_b1, log_probs_b1 = _draw(logits_bV, batch.responses[0].request.sampling, generators)
+        batch.input_ids = torch.cat([batch.input_ids, tokens_b1], dim=1)
+        batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(tokens_b1)], dim=1)
+        assert self.policy_version is not None
+        for each, token, log_prob in zip(batch.responses, tokens_b1.tolist(), log_probs_b1.tolist(), strict=True):
+            each.token_ids += token
+            each.log_probs += log_prob
+            each.versions.append(self.policy_version)
+        ended = [each for each in batch.responses if each.has_ended()]
+        batch.keep([row for row, each in enumerate(batch.responses) if not each.has_ended()])
+        return ended
 
     @torch.no_grad()
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         self.wake_up()
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
@@ -87,11 +157,14 @@ class HfEngine(RolloutEngine):
                     f"The model has no parameter {name} of shape {tuple(tensor.shape)}; it has {known}."
                 )
             parameters[name].copy_(tensor)
+        if self.config.kv_after_update == "recompute":
+            for batch in self._batches:
+                batch.cache = None
 
     def _fingerprint(self) -> int:
         return sum(map(fingerprint_tensor, self.model.parameters())) % 2**64
 
-    def sleep(self) -> None:
+    def _sleep(self) -> None:
         if self.config.free_cache_engine:
             self.model.to("cpu")
             if self.device == "cuda":
@@ -101,33 +174,25 @@ class HfEngine(RolloutEngine):
         self.model.to(self.device)
 
 
-class _SeededDraw(LogitsProcessor):
-    """Draws each row's token with a generator of its own and leaves `generate` no other choice.
+def _draw(
+    logits_bV: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a token for each row with the row's own generator; returns (b, 1) tokens and (b, 1) log-probabilities.
 
     The maximum of log p - log E over the tokens, with E drawn from the exponential distribution, is a draw from p (the
-    Gumbel-max trick). `log_probs` collects log p of the drawn tokens, one (rows,) tensor a step.
+    Gumbel-max trick).
     """
-
-    def __init__(self, sampling: Sampling, seeds: list[int]) -> None:
-        self.warpers: list[LogitsProcessor] = []
-        self.generators: list[torch.Generator] = []
-        self.log_probs: list[torch.Tensor] = []
-        if sampling.temperature == 0:
-            return
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.temperature > 0:
+        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
         if sampling.top_k != -1:
-            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+            warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            self.warpers.append(TopPLogitsWarper(sampling.top_p))
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for warp in self.warpers:
-            scores = warp(input_ids, scores)
-        log_probs = keys = scores.float().log_softmax(-1)
-        if self.generators:
-            noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self.generators])
-            keys = log_probs - noise.log().to(scores.device)
-        drawn = keys.argmax(-1, keepdim=True)
-        self.log_probs.append(log_probs.gather(-1, drawn).squeeze(-1))
-        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+        for warp in warpers:
+            logits_bV = warp(torch.empty(0, dtype=torch.int64), logits_bV)
+    log_probs_bV = keys_bV = logits_bV.float().log_softmax(-1)
+    if sampling.temperature > 0:
+        noise = torch.stack([torch.empty(logits_bV.shape[-1]).exponential_(generator=g) for g in generators])
+        keys_bV = log_probs_bV - noise.log().to(logits_bV.device)
+    tokens_b1 = keys_bV.argmax(-1, keepdim=True)
+    return tokens_b1, log_probs_bV.gather(-1, tokens_b1)

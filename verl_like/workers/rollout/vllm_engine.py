@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_like.workers.rollout.base import CPU_NUM_SEQS, Completion, RolloutEngine, Sampling
+from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
+from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
 from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
 
 _CPU_KV_BLOCK_TOKENS = 128
@@ -32,6 +33,9 @@ class VllmEngine(RolloutEngine):
                 "rollout role processes of its own."
             )
         self._asleep = False
+        self._vllm_names: dict[str, str] = {}
+        """Of the requests in flight; vLLM names them anew."""
+        self._num_loads = 0
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
         is_alone = self.config.tensor_model_parallel_size == 1
@@ -85,6 +89,8 @@ class VllmEngine(RolloutEngine):
             enforce_eager=config.enforce_eager or on_cpu,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            # It has a step under way while weights are loaded, whose tokens would count as drawn by the new ones.
+            async_scheduling=False if config.kv_after_update == "keep" else None,
             kv_cache_memory_bytes=self._cpu_kv_cache_bytes() if on_cpu else None,
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
             disable_log_stats=True,
@@ -164,49 +170,51 @@ class VllmEngine(RolloutEngine):
         """Runs `function(vllm_worker)` in this process's vLLM worker."""
         return self.llm.collective_rpc(function)[0]
 
-    def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, seeds: list[list[int]]
-    ) -> Generator[list[tuple[int, int, Completion]], None, None]:
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         import vllm
 
-        settings: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # stop_token_ids alone say what ends a response
-            "logprobs": 0,  # of the drawn token only
-            "flat_logprobs": True,
-            "detokenize": False,
-            "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-        }
-        engine = self.llm.llm_engine
         # A request a response: what vLLM makes of a request for n comes back together, with neighbouring seeds.
-        running = {f"{row}.{k}": (row, k) for row in range(len(prompts)) for k in range(sampling.n)}
-        try:
-            for name, (row, k) in running.items():
-                parameters = vllm.SamplingParams(seed=seeds[row][k], **settings)
-                engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompts[row]), parameters)
-            while engine.has_unfinished_requests():
-                finished = [request for request in engine.step() if request.finished]
-                yield [(*running.pop(request.request_id), _completion(request)) for request in finished]
-        finally:  # a call that was closed early leaves no request to the next one
-            engine.abort_request(list(running))
+        for request in requests:
+            prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            if self.config.kv_after_update == "keep":
+                prompt["cache_salt"] = str(self._num_loads)  # blocks of other weights are not found
+            parameters = _sampling_params(request.sampling, request.seed)
+            self._vllm_names[request.name] = self.llm.llm_engine.add_request(request.name, prompt, parameters)
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _step(self) -> list[tuple[str, Completion]]:
+        finished = [request for request in self.llm.llm_engine.step() if request.finished]
+        for request in finished:
+            del self._vllm_names[request.request_id]
+        return [(request.request_id, _completion(request)) for request in finished]
+
+    def _has_work(self) -> bool:
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def _abort(self, names: Collection[str]) -> None:
+        self.llm.llm_engine.abort_request([self._vllm_names.pop(name) for name in names], internal=True)
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         if self._asleep:
             require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
         self._call(lambda worker: _reload(worker, weights))
         self.wake_up()
-        emptied = self.llm.reset_prefix_cache()
-        assert emptied, "the prefix cache still holds keys and values of the weights before"
+        self._num_loads += 1
+        engine = self.llm.llm_engine
+        engine.set_weight_version(str(version))
+        if self.config.kv_after_update == "recompute":
+            engine.reset_prefix_cache(reset_running_requests=True)
+            return
+        # A request without a token yet has the old salt, by which it would find blocks of the old weights.
+        states = engine.output_processor.request_states
+        queued = [name for name, vllm_name in self._vllm_names.items() if states[vllm_name].is_prefilling]
+        self._abort(queued)
+        self._submit([self._in_flight[name] for name in queued])
 
     def _fingerprint(self) -> int:
         return self._call(_loaded_fingerprint)
 
-    def sleep(self) -> None:
+    def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":
             # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones.
             self.policy_version = None
@@ -232,9 +240,28 @@ def require_room(free: int, total: int, needed: int) -> None:
         )
 
 
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
+    import vllm
+
+    return vllm.SamplingParams(
+        seed=seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # stop_token_ids alone say what ends a response
+        logprobs=0,  # of the drawn token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def _completion(request: Any) -> Completion:
     (output,) = request.outputs
-    return Completion(list(output.token_ids), output.logprobs.logprobs, request.num_cached_tokens or 0)
+    versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
+    return Completion(list(output.token_ids), output.logprobs.logprobs, versions, request.num_cached_tokens or 0)
 
 
 def _head_size(text_config: Any) -> int:

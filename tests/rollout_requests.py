@@ -1,0 +1,97 @@
+"""Requests for rollout engines, runs of them, and the log-probabilities of transformers to compare with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
+from verl_like.workers.weight_sync import WeightExport
+
+SAMPLING = Sampling(temperature=0.9, top_k=-1, top_p=1.0, max_tokens=20, stop_token_ids=(1,))
+
+
+def make_requests(prompts: Mapping[str, Sequence[int]], sampling: Sampling = SAMPLING) -> list[GenerationRequest]:
+    """A request for each prompt; its seed follows from its name."""
+    return [GenerationRequest(name, prompt, 1000 + sum(map(ord, name)), sampling) for name, prompt in prompts.items()]
+
+
+def run(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+    """All at once."""
+    engine.submit(requests)
+    return dict(each for ended in engine.stream() for each in ended)
+
+
+def run_late(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps_between: int) -> dict[str, Completion]:
+    """One after the other, each while those before are unfinished."""
+    completions: dict[str, Completion] = {}
+    for request in requests:
+        engine.submit([request])
+        for _ in range(steps_between):
+            completions |= dict(engine.step())
+    return completions | dict(each for ended in engine.stream() for each in ended)
+
+
+def run_with_update(
+    engine: RolloutEngine,
+    early: Sequence[GenerationRequest],
+    queued: Sequence[GenerationRequest],
+    late: Sequence[GenerationRequest],
+    exports: list[WeightExport],
+    steps: int,
+) -> dict[str, Completion]:
+    """`early`, with new weights after some steps; `queued` comes just before the weights, `late` just after them."""
+    engine.submit(early)
+    completions: dict[str, Completion] = {}
+    for _ in range(steps):
+        completions |= dict(engine.step())
+    engine.submit(queued)
+    engine.load_weights(exports, exports[0].version)
+    engine.submit(late)
+    return completions | dict(each for ended in engine.stream() for each in ended)
+
+
+def run_paused(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps: int) -> dict[str, Completion]:
+    """With a pause after some steps, in which the second half of the requests comes."""
+    half = len(requests) // 2
+    engine.submit(requests[:half])
+    completions = dict(each for _ in range(steps) for each in engine.step())
+    engine.pause()
+    engine.submit(requests[half:])
+    assert [engine.step() for _ in range(3)] == [[], [], []]
+    engine.resume()
+    return completions | dict(each for ended in engine.stream() for each in ended)
+
+
+def run_with_abort(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], aborted: list[str], steps: int
+) -> tuple[dict[str, Completion], list[str], dict[str, Completion]]:
+    """With requests that are aborted after some steps; then these again, under the same names."""
+    engine.submit(requests)
+    completions = dict(each for _ in range(steps) for each in engine.step())
+    gone = engine.abort([*aborted, "unknown"])
+    completions |= dict(each for ended in engine.stream() for each in ended)
+    return completions, gone, run(engine, [request for request in requests if request.name in aborted])
+
+
+@torch.no_grad()
+def assert_drawn_by(
+    models: Mapping[int, LlamaForCausalLM], request: GenerationRequest, completion: Completion, *, kv: str
+) -> None:
+    """Each token's log-probability is that of the model of its version.
+
+    With `kv="recompute"` the model computes the whole text before the token, with `kv="keep"` what was not computed
+    before, so that a text has keys and values of several models.
+    """
+    tokens = list(completion.token_ids)
+    version_of = {t: version for version, start, end in completion.versions for t in range(start, end)}
+    text = torch.tensor([[*request.prompt_ids, *tokens]])
+    cache: Any = DynamicCache()
+    for t, token in enumerate(tokens):
+        end = len(request.prompt_ids) + t
+        start = cache.get_seq_length() if kv == "keep" else 0
+        cache = cache if kv == "keep" else DynamicCache()
+        logits = models[version_of[t]](text[:, start:end], past_key_values=cache).logits[0, -1]
+        expected = (logits / request.sampling.temperature).log_softmax(-1)[token]
+        assert abs(float(expected) - completion.log_probs[t]) < 2e-5, (request.name, t, completion.versions)

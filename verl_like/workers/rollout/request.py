@@ -1,0 +1,81 @@
+"""A generation request, what comes of it, and the check of that."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+VersionSpan = tuple[int, int, int]
+"""(version, start, end): the weights of `version` drew the response's tokens start to end - 1."""
+
+
+class RolloutError(RuntimeError):
+    """The engine returned something that is not a response to its prompt."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is drawn. Greedy decoding has temperature 0; its log-probabilities are those of temperature 1."""
+
+    temperature: float
+    top_k: int
+    """-1 means all tokens."""
+    top_p: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response and belong to it; empty means that every response has `max_tokens` tokens."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to draw."""
+
+    name: str
+    """Unlike that of every other request in flight."""
+    prompt_ids: Sequence[int]
+    seed: int
+    """All randomness of the response."""
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response: its tokens, the last of which may be a stop token, and their log-probabilities."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: tuple[VersionSpan, ...]
+    """Spans that follow each other from the first token to the last."""
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
+
+
+def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
+    """The seed of one response, 63 bits: the same for the same arguments in every process, unrelated for others."""
+    key = repr((seed, step, validate, uid, sample)).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
+
+
+def check_completion(completion: Completion, who: str, sampling: Sampling, *, vocab_size: int) -> None:
+    """Refuses whatever is not 1 to R known tokens with finite log-probabilities and a version each.
+
+    Raises:
+        RolloutError: says `who`.
+    """
+    length = len(completion.token_ids)
+    if not 1 <= length <= sampling.max_tokens:
+        raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
+    if not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
+        raise RolloutError(f"{who} has tokens outside of the vocabulary of {vocab_size}: {completion.token_ids}.")
+    if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
+        raise RolloutError(
+            f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
+            f"which does not end a response (those that do: {sampling.stop_token_ids})."
+        )
+    if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
+        raise RolloutError(f"{who} has {length} tokens but log-probabilities {list(completion.log_probs)}.")
+    starts = [start for _, start, _ in completion.versions]
+    ends = [end for _, _, end in completion.versions]
+    if starts != [0, *ends[:-1]] or ends[-1] != length or any(start >= end for _, start, end in completion.versions):
+        raise RolloutError(f"{who} has {length} tokens but spans of versions {completion.versions}.")
