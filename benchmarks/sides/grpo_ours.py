@@ -1,9 +1,13 @@
 """verl_like's side of `grpo_step` and `grpo_reward_curve`: its trainer, made from configuration as the command line
 makes it, one step at a time."""
 
+import _thread
 import contextlib
 import json
+import queue
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.serve import serve
@@ -16,6 +20,7 @@ from verl_like.trainer.run_ppo import fit
 from verl_like.trainer.run_recorder import RunRecorder
 
 gate = Gate()
+bodies: queue.Queue[tuple[Callable[[], None], Future[None]]] = queue.Queue()
 
 
 class SteppingRecorder(RunRecorder):
@@ -35,7 +40,12 @@ def start(overrides: list[str]) -> dict[str, Any]:
             inputs = check_inputs(load_ppo_config(overrides), cleanup)
             train(inputs, fit, SteppingRecorder(inputs.config, PPO_DISPLAY))
 
-    gate.start(body)
+    def in_the_main_thread() -> None:
+        ended: Future[None] = Future()
+        bodies.put((body, ended))
+        ended.result()
+
+    gate.start(in_the_main_thread)
     return {}
 
 
@@ -51,5 +61,20 @@ def step() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def answer_calls() -> None:
     serve(start, step)
+    _thread.interrupt_main()
+
+
+if __name__ == "__main__":
+    # A run handles signals, which only the main thread can, so calls are answered in another.
+    threading.Thread(target=answer_calls, daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):  # the other side hung up
+        body, ended = bodies.get()
+        try:
+            body()
+        except BaseException as error:
+            ended.set_exception(error)
+            raise
+        ended.set_result(None)
+        threading.Event().wait()

@@ -1,8 +1,9 @@
 """verl_like's side of `rollout`: its vLLM engine in this process, with a length of its own for every response."""
 
+import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.sides.rollout_data import LONGEST, NUM_PROMPTS, PROMPT_LENGTH, V
 from verl_like.protocol import DataProto
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
-from verl_like.workers.rollout.base import Sampling
+from verl_like.workers.rollout import GenerationRequest, Sampling
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 from verl_like.workers.weight_sync import collect_weights
 
@@ -29,27 +30,23 @@ class ForcedLengths(VllmEngine):
     wanted: list[int]
     with_seeds: bool
 
-    def _sampling(self, validate: bool) -> Sampling:
-        # Any token may be a response's last one.
-        return Sampling(1, 0.0 if validate else 1.0, -1, 1.0, LONGEST, tuple(range(VOCABULARY)))
+    def _sampling(self, validate: bool, greedy: bool) -> tuple[Sampling, int]:
+        return Sampling(0.0 if validate else 1.0, top_k=-1, top_p=1.0, max_tokens=LONGEST, stop_token_ids=()), 1
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        samplings = [
+            dataclasses.replace(request.sampling, max_tokens=length)
+            for request, length in zip(requests, self.wanted, strict=True)
+        ]
+        super().submit([dataclasses.replace(r, sampling=s) for r, s in zip(requests, samplings, strict=True)])
 
     def force(self) -> None:
-        import vllm
-
+        """Takes the seeds away where responses are to have none of their own."""
         add_request = self.llm.llm_engine.add_request
 
-        def add(name: str, prompt: Any, parameters: Any) -> None:
-            forced = vllm.SamplingParams(
-                temperature=parameters.temperature,
-                max_tokens=self.wanted[int(name.split(".")[0])],
-                ignore_eos=True,
-                logprobs=parameters.logprobs,
-                flat_logprobs=parameters.flat_logprobs,
-                detokenize=False,
-                output_kind=parameters.output_kind,
-                seed=parameters.seed if self.with_seeds else None,
-            )
-            add_request(name, prompt, forced)
+        def add(name: str, prompt: Any, parameters: Any) -> str:
+            parameters.seed = parameters.seed if self.with_seeds else None
+            return add_request(name, prompt, parameters)
 
         self.llm.llm_engine.add_request = add
 
