@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from verl_like.algorithms.corrections import STATISTICS, RolloutCorrectionConfig, rejection_bounds, weight_band
+from verl_like.algorithms.corrections import STATISTICS, RolloutCorrectionConfig, read_band, rejection_bounds
 from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
 from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
@@ -226,8 +226,8 @@ def test_settings_that_do_not_fit_together_are_refused(settings, message):
 
 
 def test_bounds_are_read_as_numbers_or_bands():
-    assert weight_band(2) == (None, 2.0)
-    assert weight_band("0.5_5.0") == (0.5, 5.0)
+    assert read_band(2, "rollout_is_threshold") == (None, 2.0)
+    assert read_band("0.5_5.0", "rollout_is_threshold") == (0.5, 5.0)
     assert rejection_bounds("token_k1, seq_sum_k3,token_k1", "1.25,3e-2") == {
         "token_k1": (0.8, 1.25),
         "seq_sum_k3": (None, 0.03),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from verl_like.algorithms.corrections import rejection_bounds, weight_band
+from verl_like.algorithms.corrections import read_band, rejection_bounds
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import to_yaml
 
@@ -337,7 +337,7 @@ def test_an_underscore_between_the_bounds_of_a_band_is_not_one_within_a_number(
     (tmp_path / "printed.yaml").write_text("defaults: [ppo_trainer, _self_]\n" + to_yaml(config))
     for read in (config, load_ppo_config([], "printed", str(tmp_path))):
         correction = read.algorithm.rollout_correction
-        assert weight_band(correction.rollout_is_threshold) == bounds
+        assert read_band(correction.rollout_is_threshold, "rollout_is_threshold") == bounds
         assert rejection_bounds("token_k1", correction.rollout_rs_threshold) == {"token_k1": bounds}
 
 

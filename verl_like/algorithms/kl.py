@@ -4,7 +4,7 @@ B rows, R padded response length.
 """
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -148,19 +148,8 @@ class AdaptiveKLController:
 KLController = FixedKLController | AdaptiveKLController
 
 
-class KLControl(Protocol):
-    """What `get_kl_controller` reads; the `algorithm.kl_ctrl` block of the configuration has these fields."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def kl_coef(self) -> float: ...
-    @property
-    def target_kl(self) -> float: ...
-
-
-def get_kl_controller(kl_ctrl: KLControl) -> KLController:
-    """The controller that `kl_ctrl.type` names: "fixed" or "adaptive".
+def get_kl_controller(kl_ctrl: Any) -> KLController:
+    """The controller that `kl_ctrl.type` names, "fixed" or "adaptive"; `kl_ctrl` is the block `algorithm.kl_ctrl`.
 
     Raises:
         ValueError: any other type.

@@ -69,24 +69,28 @@ class Registry:
                 return name
         return None
 
-    def register(self, name: str, function: AlgorithmT) -> AlgorithmT:
-        """Makes `function` known as `name`.
+    def register(self, name: str) -> Callable[[AlgorithmT], AlgorithmT]:
+        """Decorator: makes a function known as `name`.
 
         Raises:
             ValueError: the name is taken, or a parameter without a default is none of the inputs.
         """
-        own_file = f"{self.package}.{name}"
-        if name in self.functions or (name in self.file_names() and function.__module__ != own_file):
-            raise ValueError(f"{self.kind} {name!r} is already registered: choose another name")
-        for parameter in required_inputs(function) - self.inputs:
-            nearest = difflib.get_close_matches(parameter, self.inputs, 1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else f", which are {', '.join(sorted(self.inputs))}"
-            raise ValueError(
-                f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of the inputs of an "
-                f"{self.kind}: give it a default or another name{hint}"
-            )
-        self.functions[name] = function
-        return function
+
+        def decorate(function: AlgorithmT) -> AlgorithmT:
+            own_file = f"{self.package}.{name}"
+            if name in self.functions or (name in self.file_names() and function.__module__ != own_file):
+                raise ValueError(f"{self.kind} {name!r} is already registered: choose another name")
+            for parameter in required_inputs(function) - self.inputs:
+                nearest = difflib.get_close_matches(parameter, self.inputs, 1)
+                hint = f"; did you mean {nearest[0]}?" if nearest else f", which are {', '.join(sorted(self.inputs))}"
+                raise ValueError(
+                    f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of the inputs of an "
+                    f"{self.kind}: give it a default or another name{hint}"
+                )
+            self.functions[name] = function
+            return function
+
+        return decorate
 
     def get(self, name: str) -> Algorithm:
         """The function registered as `name`; its file is imported first.

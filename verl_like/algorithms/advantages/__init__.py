@@ -5,10 +5,10 @@ response_mask is 0 and without a gradient; it writes into none of its inputs. A 
 skipped and counts in no statistic. Its inputs are given by parameter name; docs/algorithms.md lists them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry, call_by_name
+from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, Registry, call_by_name
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,8 @@ INPUTS = {
 """What an estimator may have as parameters, besides `config` (the `algorithm` block) and `options` (its own)."""
 
 ADVANTAGE_ESTIMATORS = Registry("advantage estimator", __name__, "register_adv_est", frozenset(INPUTS))
+register_adv_est = ADVANTAGE_ESTIMATORS.register
+get_adv_estimator_fn = ADVANTAGE_ESTIMATORS.get
 
 
 class AdvantageOptions(AlgorithmOptions):
@@ -41,24 +43,6 @@ class AdvantageOptions(AlgorithmOptions):
 
     def require_rewards(self, names: Collection[str]) -> None:
         """Raises ValueError for an option that names a reward which is none of `names`."""
-
-
-def register_adv_est(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
-    """Decorator: makes an estimator known as `name`.
-
-    Raises:
-        ValueError: the name is taken, or a parameter without a default is none of the inputs.
-    """
-    return lambda function: ADVANTAGE_ESTIMATORS.register(name, function)
-
-
-def get_adv_estimator_fn(name: str) -> Algorithm:
-    """The estimator registered as `name`; its file is imported first.
-
-    Raises:
-        ValueError: no such estimator; the message lists the known ones.
-    """
-    return ADVANTAGE_ESTIMATORS.get(name)
 
 
 def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":

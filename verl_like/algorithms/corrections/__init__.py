@@ -59,19 +59,24 @@ class RolloutCorrectionConfig(ConfigModel):
                 f"rollout_rs_threshold={self.rollout_rs_threshold} has no effect without rollout_rs; set it or remove "
                 "both"
             )
-        weight_band(self.rollout_is_threshold)
+        read_band(self.rollout_is_threshold, "rollout_is_threshold")
         if self.rollout_rs:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold)
         return self
 
 
-def weight_band(threshold: float | str) -> tuple[float | None, float]:
-    """(lower, upper) bound of an importance weight; lower is None where weights are truncated above alone.
+def read_band(threshold: float | str, key: str) -> tuple[float | None, float]:
+    """(lower, upper) bound from the value of `key`; lower is None where it gives one number alone.
 
     Raises:
         ValueError: not a positive number, nor two with an underscore between them, the smaller first.
     """
-    lower, upper = _bounds(threshold, "rollout_is_threshold")
+    match = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(threshold))
+    lower, upper = (float(part) if part else None for part in match.groups()) if match else (None, None)
+    if not upper or lower == 0 or (lower is not None and lower > upper):
+        raise ValueError(
+            f"{key}={threshold}: expected a positive number, or a band of two such as 0.5_2.0, the smaller first"
+        )
     return lower, upper
 
 
@@ -97,7 +102,7 @@ def rejection_bounds(statistics: str, threshold: float | str | None) -> dict[str
         )
     found = {}
     for name, bound in zip(names, given * len(names) if len(given) == 1 else given, strict=True):
-        lower, upper = _bounds(bound.strip(), "rollout_rs_threshold")
+        lower, upper = read_band(bound.strip(), "rollout_rs_threshold")
         if name.endswith("k1"):
             lower = 1 / upper if lower is None else lower
             if lower > upper:
@@ -108,13 +113,3 @@ def rejection_bounds(statistics: str, threshold: float | str | None) -> dict[str
             raise ValueError(f"rollout_rs_threshold={bound}: {name} has one bound, the largest value; give one number")
         found[name] = lower, upper
     return found
-
-
-def _bounds(threshold: float | str, key: str) -> tuple[float | None, float]:
-    match = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(threshold))
-    lower, upper = (float(part) if part else None for part in match.groups()) if match else (None, None)
-    if not upper or lower == 0 or (lower is not None and lower > upper):
-        raise ValueError(
-            f"{key}={threshold}: expected a positive number, or a band of two such as 0.5_2.0, the smaller first"
-        )
-    return lower, upper

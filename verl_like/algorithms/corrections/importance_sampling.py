@@ -27,7 +27,7 @@ weights are those after the truncation.
 
 import torch
 
-from verl_like.algorithms.corrections import weight_band
+from verl_like.algorithms.corrections import read_band
 from verl_like.algorithms.masked import masked_mean, zero_masked
 
 
@@ -48,7 +48,7 @@ def compute_rollout_correction_weights(
         rollout_is_batch_normalize: whether the weights are divided by their mean over tokens or responses.
     """
     assert rollout_is in ("token", "sequence"), rollout_is
-    lower, upper = weight_band(rollout_is_threshold)
+    lower, upper = read_band(rollout_is_threshold, "rollout_is_threshold")
     with torch.no_grad():
         mask = response_mask.bool()
         log_weights = zero_masked(log_ratio, mask)

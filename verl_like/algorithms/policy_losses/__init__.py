@@ -7,10 +7,10 @@ tokens. In the formulas L is the loss of a token and A its advantage. A loss's i
 docs/algorithms.md lists them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, AlgorithmT, Registry
+from verl_like.algorithms.registry import AlgorithmOptions, Registry
 
 INPUTS = {
     "old_log_prob": "(B, R) float, log-probabilities under the policy before the update",
@@ -29,6 +29,8 @@ INPUTS = {
 """What a loss may have as parameters, besides `config` (see `LossConfig`) and `options` (its own)."""
 
 POLICY_LOSSES = Registry("policy loss", __name__, "register_policy_loss", frozenset(INPUTS))
+register_policy_loss = POLICY_LOSSES.register
+get_policy_loss_fn = POLICY_LOSSES.get
 
 
 class LossConfig(Protocol):
@@ -47,21 +49,3 @@ class PolicyLossOptions(AlgorithmOptions):
     """Base of a loss's own options."""
 
     section: ClassVar[str] = "actor_rollout_ref.actor.policy_loss"
-
-
-def register_policy_loss(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
-    """Decorator: makes a policy loss known as `name`.
-
-    Raises:
-        ValueError: the name is taken, or a parameter without a default is none of the inputs.
-    """
-    return lambda function: POLICY_LOSSES.register(name, function)
-
-
-def get_policy_loss_fn(name: str) -> Algorithm:
-    """The loss registered as `name`; its file is imported first.
-
-    Raises:
-        ValueError: no such loss; the message lists the known ones.
-    """
-    return POLICY_LOSSES.get(name)
