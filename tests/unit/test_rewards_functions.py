@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_like.rewards import exact_match, get_reward_fn, gsm8k, register_reward
-from verl_like.rewards.loader import load_reward_function
+from verl_like.rewards.loader import RewardFunctionSpec, load_reward_function
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_registry_finds_names_before_patterns_and_lists_what_it_knows() -> N
 
 
 def test_the_default_reward_function_goes_by_data_source_and_binds_reward_kwargs() -> None:
-    reward_fn = load_reward_function(None, "compute_score", {"format_score": 0.25})
+    reward_fn = load_reward_function(RewardFunctionSpec(reward_kwargs={"format_score": 0.25}))
     sample = {"solution_str": "#### 1", "ground_truth": "2", "extra_info": {}}
     assert reward_fn(data_source="openai/gsm8k", **sample) == 0.25
 
@@ -83,10 +83,10 @@ def test_a_custom_function_is_loaded_from_a_file_or_a_module_with_its_kwargs(tmp
         "async def scaled(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):\n"
         "    return scale * len(solution_str)\n"
     )
-    reward_fn = load_reward_function(str(file), "scaled", {"scale": 0.5})
+    reward_fn = load_reward_function(RewardFunctionSpec(str(file), "scaled", {"scale": 0.5}))
     score = asyncio.run(reward_fn(data_source="x", solution_str="four", ground_truth="", extra_info=None))
     assert score == 2.0
-    from_package = load_reward_function("pkg://verl_like.rewards.gsm8k", "compute_score", {})
+    from_package = load_reward_function(RewardFunctionSpec("pkg://verl_like.rewards.gsm8k"))
     assert from_package.func is gsm8k.compute_score
 
 
@@ -111,5 +111,5 @@ def test_a_function_that_cannot_be_used_is_refused(
         )
     location = path if path.startswith("pkg://") else str(tmp_path / path)
     with pytest.raises(ValueError) as error:
-        load_reward_function(location, name, reward_kwargs)
+        load_reward_function(RewardFunctionSpec(location, name, reward_kwargs))
     assert re.search(message, str(error.value))

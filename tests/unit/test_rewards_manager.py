@@ -85,7 +85,7 @@ def failing(reward_file: str) -> Iterator[RewardManager]:
 
 
 def sample(solution_str: str, index: int = 0, ground_truth: str = "1") -> RewardSample:
-    return RewardSample(f"0-{index}", "test/source", solution_str, ground_truth, {"index": index})
+    return RewardSample(f"sample uid '0-{index}'", "test/source", solution_str, ground_truth, {"index": index})
 
 
 def test_scores_and_extra_metrics_come_back_in_order(skipping: RewardManager) -> None:
@@ -141,8 +141,11 @@ def test_the_default_function_scores_by_data_source_and_names_an_unknown_one() -
     manager = RewardManager(RewardFunctionSpec(), num_workers=1)
     right = RewardSample("0-0", "openai/gsm8k", "so #### 72", "72")
     assert manager.submit([right]).get().scores.tolist() == [1.0]
-    with pytest.raises(RewardError, match=r"uid '0-1' \(data_source 'unheard/of'\).*no reward is registered"):
-        manager.submit([RewardSample("0-1", "unheard/of", "so #### 72", "72")]).get()
+    with pytest.raises(
+        RewardError, match=r"reward of row 1 \(data_source 'unheard/of'\).*no reward is registered"
+    ) as error:
+        manager.submit([RewardSample("row 1", "unheard/of", "so #### 72", "72")]).get()
+    assert "\n  at " not in str(error.value)  # no reward was called, so there is no place in it
     manager.close()
 
 
@@ -157,7 +160,7 @@ def test_the_deadline_of_a_batch_is_a_named_error_that_a_run_reports(failing: Re
     pending = failing.submit([sample("sleep 1", 4), sample("fine", 5)])
     assert pending._longest_s > 2 * failing.timeout_s  # both may hang
     pending._longest_s = 0.05
-    with pytest.raises(RewardError, match=r"2 of 2 samples were not scored within 0 s, the first is uid '0-4'"):
+    with pytest.raises(RewardError, match=r"2 of 2 samples were not scored within 0 s, the first is sample uid '0-4'"):
         pending.get()
     pending._longest_s = 60
     assert pending.get().scores.tolist() == [1.0, 1.0]
@@ -280,7 +283,7 @@ def test_processes_killed_while_they_score_cost_one_sample_each(reward_file: str
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, on_error="skip")
     workers = set(worker_pids(os.getpid())) - before
     pending = manager.submit([sample(LONG, index) for index in range(60)])
-    while not any(future.done() for future in pending._futures):
+    while not any(future.done() for _, future in pending._submitted.values()):
         time.sleep(0.001)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
@@ -354,11 +357,11 @@ def test_a_stopped_process_that_waits_is_replaced(reward_file: str, monkeypatch:
 def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file: str) -> None:
     before = set(worker_pids(os.getpid()))
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=600.0)
-    pending = manager.submit([RewardSample("0-9", "x", "hang", "1" * 100_000) for _ in range(20)])
+    pending = manager.submit([RewardSample("row 9", "x", "hang", "1" * 100_000) for _ in range(20)])
     assert len(set(worker_pids(os.getpid())) - before) == 2
     manager.close()
     assert set(worker_pids(os.getpid())) == before
-    with pytest.raises(RuntimeError, match="uid '0-9' was not scored: the manager was closed"):
+    with pytest.raises(RuntimeError, match="row 9 was not scored: the manager was closed"):
         pending.get()
 
 

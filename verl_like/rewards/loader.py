@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,28 +15,34 @@ from verl_like.plugins import import_plugins
 from verl_like.rewards.registry import get_reward_fn
 
 
+@dataclass(frozen=True)
+class RewardFunctionSpec:
+    """Which reward function to load; the defaults mean the rewards by data source."""
+
+    path: str | None = None
+    """A Python file, `pkg://module`, or None for the rewards registered by data source."""
+    name: str = "compute_score"
+    """The function in it: `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, sync or async."""
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function."""
+    plugins: tuple[str, ...] = ()
+    """Modules that register rewards by data source; imported when `path` is None."""
+
+
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
     """The default reward function: calls the reward that is registered for the sample's data source."""
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 
-def load_reward_function(
-    path: str | None, name: str, reward_kwargs: Mapping[str, Any], plugins: Sequence[str] = ()
-) -> functools.partial[Any]:
+def load_reward_function(spec: RewardFunctionSpec) -> functools.partial[Any]:
     """Loads a reward function and binds `reward_kwargs` to it.
-
-    Args:
-        path: a Python file, `pkg://module`, or None for the rewards registered by data source.
-        name: the function in it: `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`,
-            sync or async. Not used when `path` is None.
-        reward_kwargs: further keyword arguments of the function.
-        plugins: modules that register rewards by data source; imported when `path` is None.
 
     Raises:
         ValueError: the file, module or function is missing, or cannot be called with these arguments.
     """
+    path, name, reward_kwargs = spec.path, spec.name, spec.reward_kwargs
     if path is None:
-        import_plugins(plugins)
+        import_plugins(spec.plugins)
         return functools.partial(score_by_data_source, **reward_kwargs)
     module = _import_module(path)
     reward_fn = getattr(module, name, None)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verl_like.rewards.process import START_S, ProcessDied, RewardFunctionSpec, RewardProcess
+from verl_like.rewards.loader import RewardFunctionSpec
+from verl_like.rewards.process import START_S, ProcessDied, RewardProcess
 
 __all__ = ["RewardError", "RewardFunctionSpec", "RewardManager", "RewardResult", "RewardSample"]
 
@@ -27,7 +28,7 @@ _POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=scor
 class RewardSample:
     """One response to score. `solution_str` is the decoded response only, without the prompt."""
 
-    uid: str
+    name: str  # what messages call it, such as "sample uid '0-17'"
     data_source: str
     solution_str: str
     ground_truth: Any
@@ -164,30 +165,30 @@ class RewardManager:
     def _score(self, sample: RewardSample) -> _Answer:
         """Runs in a thread; raises RewardError if no process can be started any more."""
         process = self._free.get_nowait()  # there are as many as threads
+        failed = f"the reward of {sample.name} (data_source {sample.data_source!r}) failed: "
         try:
             self._begin(process, sample)
             answer = process.answer()
         except ProcessDied as error:
             if self._is_closed:
                 raise CancelledError from error
-            return _failed(sample, f"its worker process is gone: {error}")
+            return _Answer(error=f"{failed}its worker process is gone: {error}")
         except TimeoutError:
-            limit = f"reward.timeout_s={self.timeout_s:g} s"
-            cause = f"no answer within {limit}, its process was killed (standard error says where it hung)"
-            return _failed(sample, cause, timed_out=True)
+            cause = f"no answer within reward.timeout_s={self.timeout_s:g} s, its process was killed"
+            return _Answer(error=f"{failed}{cause} (standard error says where it hung)", timed_out=True)
         finally:
             self._free.put(process)
         if "error" in answer:
-            where = f"\n  at {answer['where']}" if answer["where"] else ""
-            return _failed(sample, f"{answer['message']}{where}", ran=tuple(answer["ran"]))
+            return _Answer(error=f"{failed}{answer['error']}", ran=tuple(answer["ran"]))
         return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Hands the sample to a process; one that died while it was idle, or dies while it loads, is replaced."""
+        arguments = {name: value for name, value in vars(sample).items() if name != "name"}
         causes = []
         for _ in range(_ATTEMPTS):
             try:
-                return process.begin(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
+                return process.begin(arguments)
             except ProcessDied as error:
                 if self._is_closed:
                     raise
@@ -206,24 +207,23 @@ class PendingRewards:
 
     def __init__(self, manager: RewardManager, num_samples: int, num_ahead: int) -> None:
         self._manager = manager
-        self._samples: list[RewardSample | None] = [None] * num_samples
-        self._futures: list[Future[_Answer] | None] = [None] * num_samples
+        self._num_samples = num_samples
+        self._submitted: dict[int, tuple[RewardSample, Future[_Answer]]] = {}
         rounds = math.ceil((num_ahead + num_samples) / manager.num_workers)
         self._longest_s = START_S + rounds * (manager.timeout_s + manager.restart_s)
 
     def submit(self, index: int, sample: RewardSample) -> None:
         """Starts scoring the sample that comes `index`-th in the result."""
-        assert self._samples[index] is None, f"sample {index} was submitted already"
-        self._samples[index] = sample
-        self._futures[index] = self._manager.schedule(sample)
+        assert index not in self._submitted, f"sample {index} was submitted already"
+        self._submitted[index] = sample, self._manager.schedule(sample)
 
     def missing(self) -> list[int]:
         """The samples that were not submitted yet; `get` needs all."""
-        return [index for index, sample in enumerate(self._samples) if sample is None]
+        return [index for index in range(self._num_samples) if index not in self._submitted]
 
     def done(self) -> bool:
         """True when `get` does not wait."""
-        return all(future is not None and future.done() for future in self._futures)
+        return not self.missing() and all(future.done() for _, future in self._submitted.values())
 
     def get(self) -> RewardResult:
         """Waits for all samples, at most as long as it takes if every one of them hangs.
@@ -237,8 +237,7 @@ class PendingRewards:
         for answer in self.answers():
             answers.append(answer)
             if answer.error and manager.on_error == "fail":
-                for future in self._futures:
-                    assert future is not None
+                for _, future in self._submitted.values():
                     future.cancel()
                 raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
         errors = [answer for answer in answers if answer.error]
@@ -262,26 +261,18 @@ class PendingRewards:
     def answers(self) -> Iterator[_Answer]:
         """Yields every sample's outcome in order, each when it is known; raises as `get` does under any `on_error`."""
         deadline = time.monotonic() + self._longest_s
-        for sample, future in zip(self._samples, self._futures, strict=True):
-            assert sample is not None and future is not None, "a sample was never submitted"
+        assert not self.missing(), "a sample was never submitted"
+        for _, (sample, future) in sorted(self._submitted.items()):
             try:
                 yield future.result(timeout=max(0.0, deadline - time.monotonic()))
             except CancelledError:
-                raise RuntimeError(f"sample uid {sample.uid!r} was not scored: the manager was closed") from None
+                raise RuntimeError(f"{sample.name} was not scored: the manager was closed") from None
             except TimeoutError:
-                num_missing = sum(future is None or not future.done() for future in self._futures)
+                num_missing = sum(not future.done() for _, future in self._submitted.values())
                 raise RewardError(
-                    f"{num_missing} of {len(self._samples)} samples were not scored within {self._longest_s:.0f} s, "
-                    f"the first is uid {sample.uid!r}: raise reward.num_workers, or lower reward.timeout_s"
+                    f"{num_missing} of {self._num_samples} samples were not scored within {self._longest_s:.0f} s, "
+                    f"the first is {sample.name}: raise reward.num_workers, or lower reward.timeout_s"
                 ) from None
-
-
-def _failed(
-    sample: RewardSample, cause: str, timed_out: bool = False, ran: tuple[int, float, float] | None = None
-) -> _Answer:
-    which = sample.uid if sample.uid.startswith("row ") else f"sample uid {sample.uid!r}"
-    text = f"the reward of {which} (data_source {sample.data_source!r}) failed: {cause}"
-    return _Answer(error=text, timed_out=timed_out, ran=ran)
 
 
 def _extra_columns(answers: list[_Answer]) -> dict[str, np.ndarray]:

@@ -9,24 +9,14 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
+
+from verl_like.rewards.loader import RewardFunctionSpec
 
 START_S = 60.0  # a process starts and imports the user's module within this time
 _TRANSFER_S = 60  # it continues to read or write a message within this time
 _EXIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class RewardFunctionSpec:
-    """Which reward function to load, see `load_reward_function`; the defaults mean the rewards by data source."""
-
-    path: str | None = None
-    name: str = "compute_score"
-    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    plugins: tuple[str, ...] = ()
 
 
 class ProcessDied(RuntimeError):
@@ -57,44 +47,38 @@ class RewardProcess:
         if self._popen is not None:
             return
         self._spawn()
-        spec = self.reward_fn
-        self._send((spec.path, spec.name, dict(spec.reward_kwargs), self.timeout_s, spec.plugins))
+        self._send((self.reward_fn, self.timeout_s))
         try:
             problem = self._receive(START_S)["load_error"]
         except TimeoutError:
-            self.stop()
             raise ProcessDied(f"it did not load the reward function within {START_S:.0f} s") from None
         if problem is not None:
             self.stop()
             raise ValueError(problem)
 
-    def begin(self, *arguments: Any) -> None:
-        """Starts the process if needed and sends it a sample (the arguments of `score_sample`); returns when it begins.
+    def begin(self, sample: dict[str, Any]) -> None:
+        """Starts the process if needed and sends it a sample (the function's arguments); returns when it begins.
 
         Raises:
             ProcessDied: it ended before it began, so the sample is not the cause.
             ValueError: the function cannot be loaded any more.
         """
         self.start()
-        self._send(arguments)
+        self._send(sample)
         try:
             self._receive(START_S)
         except TimeoutError:
-            self.stop()
             raise ProcessDied(f"it began no sample for {START_S:.0f} s") from None
 
     def answer(self) -> dict[str, Any]:
-        """The answer of `score_sample` for the sample that was begun.
+        """What came of the sample that was begun: `{"score": float or None, "extra": {...}}` or `{"error": text}`, and
+        in both cases `"ran": [process id, start, end]` with times as of time.time().
 
         Raises:
             ProcessDied: it ended while it scored the sample.
             TimeoutError: it scored for longer than `timeout_s` and was stopped.
         """
-        try:
-            return self._receive(self.timeout_s)
-        except TimeoutError:
-            self.stop()
-            raise
+        return self._receive(self.timeout_s)
 
     def kill(self) -> None:
         """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when no thread does."""
@@ -151,7 +135,9 @@ class RewardProcess:
             raise self._died() from error
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
+        """The next message; without one within `limit_s` the process is stopped and TimeoutError raised."""
         if not self._connection.poll(limit_s):
+            self.stop()
             raise TimeoutError
         try:
             return json.loads(self._connection.recv_bytes())

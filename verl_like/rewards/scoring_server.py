@@ -14,21 +14,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_like.rewards.loader import load_reward_function
+from verl_like.rewards import loader, registry
 
 _PR_SET_PDEATHSIG = 1
 _STANDARD_ERROR = 2
 _FLOAT32_MAX = 3.4e38  # scores become float32
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
-
-_reward_fn: functools.partial[Any] | None = None
-_timeout_s = 0.0
-_runner: asyncio.Runner | None = None
-_user_file: str | None = None  # the file of the custom function, None for the rewards by data source
+_CALLERS = (__file__, loader.__file__, registry.__file__)  # these files only find and call the function
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:
@@ -38,58 +34,42 @@ def serve(socket_fd: int, parent_pid: int) -> None:
     """
     _die_with_the_driver(parent_pid)
     os.set_inheritable(socket_fd, False)
-    connection = Connection(socket_fd)
-    problem = load(*connection.recv())
+    connection, runner = Connection(socket_fd), asyncio.Runner()
+    spec, timeout_s = connection.recv()
+    problem = None
+    try:
+        reward_fn = loader.load_reward_function(spec)
+    except ValueError as error:
+        problem = str(error)
+    except BaseException as error:
+        problem = f"custom_reward_function.path={spec.path} fails on import: {type(error).__name__}: {error}"
     connection.send_bytes(json.dumps({"load_error": problem}).encode())
-    while True:
+    while problem is None:
         try:
-            arguments = connection.recv()
+            sample = connection.recv()
         except (EOFError, ConnectionResetError):  # the driver is gone
             return
         connection.send_bytes(b'{"begun": true}')
-        connection.send_bytes(score_sample(*arguments).encode())
-
-
-def load(
-    path: str | None, name: str, reward_kwargs: Mapping[str, Any], timeout_s: float, plugins: Sequence[str]
-) -> str | None:
-    """Loads the reward function; returns why it cannot be loaded, or None."""
-    global _reward_fn, _runner, _timeout_s, _user_file
-    _timeout_s = timeout_s
-    _runner = asyncio.Runner()
-    try:
-        _reward_fn = load_reward_function(path, name, reward_kwargs, plugins)
-        code = getattr(inspect.unwrap(_reward_fn.func), "__code__", None)  # None for a callable object
-        _user_file = None if path is None or code is None else code.co_filename
-    except ValueError as error:
-        return str(error)
-    except BaseException as error:
-        return f"custom_reward_function.path={path} fails on import: {_describe(error)['message']}"
-    return None
-
-
-def score_sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> str:
-    """JSON text `{"score": float | null, "extra": {...}}` or `{"error": type, "message": text, "where": text}`, and in
-    both cases `"ran": [process id, start, end]` with times as of time.time()."""
-    assert _reward_fn is not None and _runner is not None
-    started = time.time()
-    # Says where a function hangs, on standard error, just before the driver stops this process.
-    faulthandler.dump_traceback_later(0.9 * _timeout_s, file=_STANDARD_ERROR)
-    try:
-        result = _reward_fn(
-            data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-        )
-        if inspect.isawaitable(result):
-            result = _runner.run(_wait_for(result))
-        answer = check_result(result)
-    except BaseException as error:  # custom code: even SystemExit is an error of this sample
-        answer = _describe(error)
-    finally:
+        started = time.time()
+        # Says where a function hangs, on standard error, just before the driver stops this process.
+        faulthandler.dump_traceback_later(0.9 * timeout_s, file=_STANDARD_ERROR)
+        answer = _score(reward_fn, runner, sample)
         faulthandler.cancel_dump_traceback_later()
-    return json.dumps(answer | {"ran": [os.getpid(), started, time.time()]})
+        ran = {"ran": [os.getpid(), started, time.time()]}
+        connection.send_bytes(json.dumps(answer | ran).encode())
 
 
-def check_result(result: Any) -> dict[str, Any]:
+def _score(reward_fn: functools.partial[Any], runner: asyncio.Runner, sample: dict[str, Any]) -> dict[str, Any]:
+    try:
+        result = reward_fn(**sample)
+        if inspect.isawaitable(result):
+            result = runner.run(_wait_for(result))
+        return _checked(result)
+    except BaseException as error:  # custom code: even SystemExit is an error of this sample
+        return {"error": f"{type(error).__name__}: {error}{_place(error, reward_fn)}"}
+
+
+def _checked(result: Any) -> dict[str, Any]:
     """Turns what a reward function returned into a score and extra metrics, or into the error that it is."""
     extra: dict[str, Any] = {}
     score = _plain(result)
@@ -119,24 +99,16 @@ def _plain(value: Any) -> Any:
 
 
 def _bad_return(result: Any, found: str) -> dict[str, Any]:
-    return {
-        "error": "BadReturn",
-        "message": f"the function returned {found} ({repr(result)[:200]}), expected {_WHAT_IS_EXPECTED}",
-        "where": "",
-    }
+    return {"error": f"the function returned {found} ({repr(result)[:200]}), expected {_WHAT_IS_EXPECTED}"}
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == _user_file] or list(frames))[-1:]
-    if last[0].name == "get_reward_fn":  # no code of the user: the message says all
-        last = []
-    where = "".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last)
-    return {
-        "error": type(error).__name__,
-        "message": f"{type(error).__name__}: {error}",
-        "where": where,
-    }
+def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:
+    """The last line of the function's own file that led to the error, or else the last one below its call."""
+    code = getattr(inspect.unwrap(reward_fn.func), "__code__", None)  # None for a callable object
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename not in _CALLERS]
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    last = (own or frames)[-1:]
+    return "".join(f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last)
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:

@@ -187,7 +187,7 @@ class PendingScores:
         for slot, text in zip(slots, texts, strict=True):
             i = self.scored[slot // self.num_samples]
             sample = RewardSample(
-                uid=columns["uid"][i],
+                name=f"sample uid {columns['uid'][i]!r}",
                 data_source=columns["data_source"][i],
                 solution_str=text,
                 ground_truth=columns["reward_model"][i].get("ground_truth"),
