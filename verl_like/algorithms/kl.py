@@ -97,12 +97,6 @@ class FixedKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         """Does nothing."""
 
-    def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Does nothing: a fixed coefficient is configuration, so a resumed run follows the present configuration."""
-
 
 class AdaptiveKLController:
     """Steers the coefficient so that the measured KL approaches a target (Ziegler et al., arXiv 1909.08593).
@@ -136,13 +130,6 @@ class AdaptiveKLController:
             )
         proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + proportional_error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues from the saved coefficient; target and horizon come from the present configuration."""
-        self.value = state["kl_coef"]
 
 
 KLController = FixedKLController | AdaptiveKLController

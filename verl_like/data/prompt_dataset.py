@@ -60,14 +60,14 @@ class PromptDataset:
         prompts = _tokenize(rows, tokenizer, apply_chat_template_kwargs or {})
         overlong = [index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length]
         self.num_filtered = len(overlong) if filter_overlong_prompts else 0
-        self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
-        if filter_overlong_prompts and overlong:
+        self.num_truncated = len(overlong) - self.num_filtered
+        if self.num_filtered:
             logger.warning(
                 "%d of %d prompts are longer than data.max_prompt_length=%d and are left out",
                 self.num_filtered, len(rows), max_prompt_length,
             )  # fmt: skip
-            kept = sorted(set(range(len(rows))) - set(overlong))
-            rows, prompts = [rows[index] for index in kept], [prompts[index] for index in kept]
+            rows = [row for row, prompt in zip(rows, prompts, strict=True) if len(prompt) <= max_prompt_length]
+            prompts = [prompt for prompt in prompts if len(prompt) <= max_prompt_length]
             if not rows:
                 raise ValueError(
                     f"all {self.num_filtered} prompts of {files} are longer than data.max_prompt_length="
@@ -80,8 +80,10 @@ class PromptDataset:
                 "%d of %d prompts are cut (%s) to data.max_prompt_length=%d tokens",
                 self.num_truncated, len(rows), truncation, max_prompt_length,
             )  # fmt: skip
+            num_first = {"left": 0, "middle": max_prompt_length // 2, "right": max_prompt_length}[truncation]
             for index in overlong:
-                prompts[index] = _truncate(prompts[index], max_prompt_length, truncation)
+                prompt = prompts[index]
+                prompts[index] = prompt[:num_first] + prompt[len(prompt) - max_prompt_length + num_first :]
         self._rows = rows
         self._prompts = prompts
 
@@ -168,12 +170,3 @@ def _overlong_error(rows: list[PromptRow], prompts: list[list[int]], overlong: l
         f"data.max_prompt_length={max(lengths)} to keep them whole; data.filter_overlong_prompts=True to leave them "
         "out; data.truncation=left (or middle) to keep their end; data.truncation=right to keep their beginning"
     )
-
-
-def _truncate(prompt: list[int], limit: int, truncation: str) -> list[int]:
-    if truncation == "left":
-        return prompt[len(prompt) - limit :]
-    if truncation == "right":
-        return prompt[:limit]
-    head = limit // 2
-    return prompt[:head] + prompt[len(prompt) - (limit - head) :]

@@ -15,17 +15,11 @@ _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 class PromptRow:
     """One checked row and where it comes from."""
 
-    file: str
-    row: int  # counted from 0; in JSONL the line number less one
+    place: str  # names it in an error: the file and the row, counted from 0; in JSONL the line number less one
     messages: list[dict[str, Any]]
     data_source: str
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
-
-    @property
-    def place(self) -> str:
-        """Names the row in an error."""
-        return f"{self.file}, row {self.row}"
 
 
 def read_prompt_rows(
@@ -41,7 +35,7 @@ def read_prompt_rows(
     for file in files:
         wanted = None if max_samples < 0 else max_samples - len(rows)
         for index, record in _read_records(file)[:wanted]:
-            rows.append(_check_record(record, file, index, prompt_key, reward_fn_key))
+            rows.append(_check_record(record, f"{file}, row {index}", prompt_key, reward_fn_key))
     if not rows:
         raise ValueError(f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt")
     return rows
@@ -76,8 +70,7 @@ def _parse_json(text: bytes, place: str) -> Any:
         raise ValueError(f"{place}: not JSON in UTF-8: {error}") from error
 
 
-def _check_record(record: Any, file: str, index: int, prompt_key: str, reward_fn_key: str) -> PromptRow:
-    place = f"{file}, row {index}"
+def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
     if not isinstance(record, dict):
         raise _bad_row(place, "the row", record, "an object with named fields")
     messages = record.get(prompt_key)
@@ -105,7 +98,7 @@ def _check_record(record: Any, file: str, index: int, prompt_key: str, reward_fn
         raise _bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
     # Parquet fills the keys that only other rows' messages have with null.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return PromptRow(file, index, messages, data_source, reward_model, extra_info or {})
+    return PromptRow(place, messages, data_source, reward_model, extra_info or {})
 
 
 def _found(value: Any) -> str:
