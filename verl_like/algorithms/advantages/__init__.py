@@ -49,16 +49,14 @@ def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tup
     """Advantages (B, R) and returns (B, R) of `estimator`, which gets those of `inputs` that it has parameters for.
 
     Raises:
-        ValueError: an input it needs is not there, is no (B, R) tensor although rewards are, or has other rows.
+        ValueError: an input it needs is not there, or has another shape than the rewards, or another number of rows.
     """
     shape = inputs["token_level_rewards"].shape
     for name in INPUTS:
-        value: Any = inputs.get(name)
-        if getattr(value, "ndim", 0) == 2 and value.shape != shape:
+        given = tuple(getattr(inputs.get(name), "shape", ()))
+        if len(given) in (1, 2) and given != shape[: len(given)]:
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)} but token_level_rewards has {tuple(shape)}: "
-                "all per-token inputs must be (B, R)"
+                f"{name} has shape {given} but token_level_rewards has {tuple(shape)}: an input by token must be "
+                "(B, R), one by row (B,)"
             )
-        if getattr(value, "ndim", 0) == 1 and len(value) != shape[0]:
-            raise ValueError(f"{name} has {len(value)} entries for {shape[0]} rows: it needs one per row")
     return call_by_name(estimator, inputs)
