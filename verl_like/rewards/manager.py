@@ -221,10 +221,6 @@ class PendingRewards:
         """The samples that were not submitted yet; `get` needs all."""
         return [index for index in range(self._num_samples) if index not in self._submitted]
 
-    def done(self) -> bool:
-        """True when `get` does not wait."""
-        return not self.missing() and all(future.done() for _, future in self._submitted.values())
-
     def get(self) -> RewardResult:
         """Waits for all samples, at most as long as it takes if every one of them hangs.
 
