@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.memory import ModelSize, activations_per_token, memory_phases, require_memory
+from verl_like.trainer.memory import ModelSize, memory_phases, require_memory
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
@@ -236,6 +236,6 @@ def test_activations_are_at_most_the_estimate_and_most_of_it(architecture: type,
     architecture(hidden_size=256, intermediate_size=704, num_hidden_layers=1).save_pretrained(tmp_path)
     size = ModelSize.of(PolicyModelConfig(path=str(tmp_path)), "model", AutoModelForCausalLM)
     layer = (saved_bytes_per_token(architecture, 3, False) - saved_bytes_per_token(architecture, 1, False)) / 2
-    assert 0.6 < layer / (2 * activations_per_token(size)) <= 1  # bfloat16 has 2 bytes
+    assert 0.6 < layer / (2 * size.activations_per_token) <= 1  # bfloat16 has 2 bytes
     kept = (saved_bytes_per_token(architecture, 3, True) - saved_bytes_per_token(architecture, 1, True)) / 2
     assert kept == pytest.approx(2 * size.hidden, rel=0.01)

@@ -39,7 +39,9 @@ class ModelSize:
     """Parameters outside the decoder layers: embedding, head, last norm."""
     num_layers: int
     hidden: int
-    intermediate: int
+    activations_per_token: int
+    """Values that autograd saves for a token in one decoder layer, without checkpointing: 13 to 19 hidden sizes and 4
+    intermediate ones in Llama and Qwen3."""
     head: int
     """Parameters of the language-model head; 0 where there is none."""
 
@@ -52,6 +54,7 @@ class ModelSize:
         with torch.device("meta"):
             hf = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
         text, head = hf_config.get_text_config(), hf.get_output_embeddings()
+        intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(hf)]
         total = sum(p.numel() for p in hf.parameters())
         return cls(
@@ -60,7 +63,7 @@ class ModelSize:
             outer=total - sum(layers),
             num_layers=len(layers),
             hidden=text.hidden_size,
-            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            activations_per_token=20 * text.hidden_size + 4 * intermediate,
             head=0 if head is None else head.weight.numel(),
         )
 
@@ -137,11 +140,11 @@ class TrainingRole:
         return min(self.size.parameters, self.size.outer + 3 * self.size.layer) * itemsize
 
     def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
-        """During a pass, in addition to `at_rest`; see `activations_per_token`."""
+        """During a pass, in addition to `at_rest`."""
         itemsize, trained = getattr(torch, self.fsdp.dtype).itemsize, isinstance(self.fsdp, TrainedFsdpConfig)
         tokens = self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
         scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
-        layer = activations_per_token(self.size) * itemsize * tokens
+        layer = self.size.activations_per_token * itemsize * tokens
         kept = 0.0
         if trained and isinstance(self.model, TrainedModelConfig):
             each = self.size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
@@ -158,52 +161,32 @@ class TrainingRole:
         }
 
 
-def activations_per_token(size: ModelSize) -> int:
-    """Values that autograd saves for a token in one decoder layer, without checkpointing: 13 to 19 hidden sizes and 4
-    intermediate ones in Llama and Qwen3."""
-    return 20 * size.hidden + 4 * size.intermediate
-
-
 def training_roles(config: PPOConfig) -> list[TrainingRole]:
     """The built-in training roles of the run; custom roles are not counted."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor = policy.actor
-    policy_size = ModelSize.of(policy.model, "actor_rollout_ref.model", AutoModelForCausalLM)
-    update = MicroBatching(actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)
-    roles: list[tuple[str, ModelSize, ModelConfig, Any, MicroBatching]] = [
-        (Role.Actor, policy_size, policy.model, actor.fsdp_config, update)
+    updates, critic_updates = (
+        MicroBatching(part.ppo_micro_batch_size_per_gpu, part.ppo_max_token_len_per_gpu, part.use_dynamic_bsz)
+        for part in (policy.actor, critic)
+    )
+    scores = MicroBatching(
+        reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
+    )
+    log_probs, teacher_key = log_prob_micro_batching(policy.ref), "actor_rollout_ref.actor.policy_loss.teacher"
+    classifiers = {Role.Critic: AutoModelForTokenClassification, Role.RewardModel: AutoModelForSequenceClassification}
+    roles: list[tuple[Role, str, ModelConfig | None, TrainedFsdpConfig | ForwardFsdpConfig, MicroBatching]] = [
+        (Role.Actor, "actor_rollout_ref.model", policy.model, policy.actor.fsdp_config, updates),
+        (Role.RefPolicy, "actor_rollout_ref.model", policy.model, policy.ref.fsdp_config, log_probs),
+        (Role.Teacher, teacher_key, policy.teacher_model, policy.ref.fsdp_config, log_probs),
+        (Role.Critic, "critic.model", critic.model, critic.model.fsdp_config, critic_updates),
+        (Role.RewardModel, "reward_model.model", reward.model, reward.model.fsdp_config, scores),
     ]
-    if config.needs_reference:
-        roles.append(
-            (Role.RefPolicy, policy_size, policy.model, policy.ref.fsdp_config, log_prob_micro_batching(policy.ref))
-        )
-    if config.needs_teacher and policy.teacher_model:
-        size = ModelSize.of(policy.teacher_model, "actor_rollout_ref.actor.policy_loss.teacher", AutoModelForCausalLM)
-        passes = log_prob_micro_batching(policy.ref)
-        roles.append((Role.Teacher, size, policy.teacher_model, policy.ref.fsdp_config, passes))
-    if config.needs_critic:
-        size = ModelSize.of(critic.model, "critic.model", AutoModelForTokenClassification)
-        passes = MicroBatching(
-            critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu, critic.use_dynamic_bsz
-        )
-        roles.append((Role.Critic, size, critic.model, critic.model.fsdp_config, passes))
-    if reward.enable:
-        size = ModelSize.of(reward.model, "reward_model.model", AutoModelForSequenceClassification)
-        passes = MicroBatching(
-            reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
-        )
-        roles.append((Role.RewardModel, size, reward.model, reward.model.fsdp_config, passes))
-    return [
-        TrainingRole(
-            str(name),
-            size,
-            model,
-            fsdp,
-            config.num_processes(name) if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
-            passes,
-        )
-        for name, size, model, fsdp, passes in roles
-    ]
+    found = []
+    for role, key, model, fsdp, passes in roles:
+        if role in config.active_roles and model:
+            size = ModelSize.of(model, key, classifiers.get(role, AutoModelForCausalLM))
+            shards = config.num_processes(role) if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+            found.append(TrainingRole(str(role), size, model, fsdp, shards, passes))
+    return found
 
 
 def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
