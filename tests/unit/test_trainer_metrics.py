@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
-from verl_like.trainer.metrics import ValidationSample, batch_metrics, validation_metrics, validation_samples
+from verl_like.trainer.metrics import batch_metrics, validation_metrics
 
 
 def small_batch() -> DataProto:
@@ -77,12 +77,29 @@ def test_a_skipped_sample_counts_neither_as_a_short_response_nor_as_a_score_of_z
     assert metrics["response_length/mean"] == 2 and metrics["critic/score/mean"] == 1.0
 
 
-def samples(source: str, prompt_id: str, *values: dict[str, float]) -> list[ValidationSample]:
-    return [ValidationSample(source, prompt_id, v) for v in values]
+Sample = tuple[str, str, dict[str, float]]
+"""Data source, prompt, and the values of a response."""
+
+
+def samples(source: str, prompt_id: str, *values: dict[str, float]) -> list[Sample]:
+    return [(source, prompt_id, v) for v in values]
+
+
+def validated(samples: list[Sample]) -> dict[str, float]:
+    """The metrics of a validation batch whose rewards, and numbers beside them, are these."""
+    extra = dict.fromkeys(name for _, _, values in samples for name in values if name != "reward")
+    objects = {"data_source": [source for source, _, _ in samples], "uid": [prompt_id for _, prompt_id, _ in samples]}
+    objects["reward_extra/said"] = ["yes"] * len(samples)
+    non_tensors = {name: np.array(values, dtype=object) for name, values in objects.items()}
+    for name in extra:
+        non_tensors[f"reward_extra/{name}"] = np.array([values.get(name, np.nan) for _, _, values in samples])
+    rewards_B = torch.tensor([values.get("reward", 0.0) for _, _, values in samples], dtype=torch.float64)
+    batch = DataProto.from_dict(tensors={"responses": torch.zeros(len(samples), 2)}, non_tensors=non_tensors)
+    return validation_metrics(batch, rewards_B)
 
 
 def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
-    metrics = validation_metrics(
+    metrics = validated(
         [
             *samples("a", "0", {"reward": 1.0}, {"reward": 0.0}),
             *samples("a", "1", {"reward": 0.0}, {"reward": 0.0}),
@@ -98,7 +115,7 @@ def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():
 
 
 def test_the_core_variable_of_a_data_source_is_acc_where_its_reward_function_reports_it():
-    metrics = validation_metrics([*samples("a", "0", {"reward": 0.3, "acc": 1.0}), *samples("b", "1", {"reward": 0.5})])
+    metrics = validated([*samples("a", "0", {"reward": 0.3, "acc": 1.0}), *samples("b", "1", {"reward": 0.5})])
     assert metrics == {
         "val-aux/a/reward/mean@1": 0.3,
         "val-core/a/acc/mean@1": 1.0,
@@ -106,35 +123,19 @@ def test_the_core_variable_of_a_data_source_is_acc_where_its_reward_function_rep
     }
 
 
-def test_a_skipped_sample_has_a_reward_of_0_and_no_other_value():
-    batch = DataProto.from_dict(
-        tensors={"responses": torch.zeros(2, 2)},
-        non_tensors={
-            "data_source": np.array(["a", "a"], dtype=object),
-            "uid": np.array(["0-0", "0-1"], dtype=object),
-            "reward_extra/acc": np.array([1.0, np.nan]),
-            "reward_extra/said": np.array(["yes", None], dtype=object),
-        },
-    )
-    assert validation_samples(batch, torch.tensor([1.0, 0.0])) == [
-        ValidationSample("a", "0-0", {"reward": 1.0, "acc": 1.0}),
-        ValidationSample("a", "0-1", {"reward": 0.0}),
-    ]
-
-
 @pytest.mark.parametrize("core", ["reward", "acc"])
 def test_validation_counts_what_was_not_scored_as_0(core: str):
     """Twelve prompts: three answers right, five wrong, four not scored."""
     values = [{"reward": 1.0, "acc": 1.0, "length": 6.0}] * 3 + [{"reward": 0.0, "acc": 0.0, "length": 2.0}] * 5
     values = [{name: v[name] for name in ("reward", core, "length")} for v in values] + [{"reward": 0.0}] * 4
-    metrics = validation_metrics([ValidationSample("a", str(i), v) for i, v in enumerate(values)])
+    metrics = validated([("a", str(i), v) for i, v in enumerate(values)])
     assert metrics[f"val-core/a/{core}/mean@1"] == 0.25
     assert metrics["val-aux/a/length/mean@1"] == (3 * 6 + 5 * 2) / 8  # of the responses that have one
 
 
 def test_validation_counts_an_unscored_sample_of_a_prompt_as_0():
     """Two prompts of three samples: of the first one is right and one not scored, of the second none is scored."""
-    metrics = validation_metrics(
+    metrics = validated(
         [*samples("a", "0", {"acc": 1.0}, {"reward": 0.0}, {"acc": 0.0}), *samples("a", "1", *[{"reward": 0.0}] * 3)]
     )
     assert metrics["val-core/a/acc/mean@3"] == pytest.approx(1 / 6)

@@ -10,7 +10,6 @@ from verl_like.protocol import DataProto, metric_values
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.learner import Update
-from verl_like.trainer.metrics import ValidationSample
 from verl_like.workers.engine import mesh
 from verl_like.workers.engine.base import StepResult
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
@@ -25,7 +24,6 @@ VALUES = [
     Experience(DataProto(), WORK, metrics={}),
     Weights(exported=None, version=1),
     Update([]),
-    ValidationSample("source", "0-0", {}),
     StepResult(1.0, skipped=False),
 ]
 

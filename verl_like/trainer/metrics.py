@@ -1,7 +1,6 @@
 """Step and validation metrics computed on the driver, under verl's names."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,49 +47,36 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     return metrics
 
 
-@dataclass(frozen=True)
-class ValidationSample:
-    """One response of a validation."""
-
-    data_source: str
-    prompt_id: str
-    values: dict[str, float]
-    """"reward", 0 if it was skipped, and the numbers that the reward function added to it."""
-
-
-def validation_samples(batch: DataProto, scores_B: torch.Tensor) -> list[ValidationSample]:
-    """The (B,) responses of a validation, whose rewards are `scores_B`."""
-    columns, numbers, samples = batch.non_tensor_batch, extra_numbers(batch), []
-    for i, score in enumerate(scores_B.tolist()):
-        added = {name: float(values[i]) for name, values in numbers.items() if not np.isnan(values[i])}
-        samples.append(ValidationSample(columns["data_source"][i], columns["uid"][i], {"reward": score} | added))
-    return samples
-
-
-def validation_metrics(samples: list[ValidationSample]) -> dict[str, float]:
+def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, float]:
     """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean` when N > 1.
 
-    The core variable of a data source is "acc" where its reward function reports that, else "reward"; the other
+    The variables of the (B,) responses are "reward", their rewards `scores_B`, and the numbers that the reward function
+    added. The core variable of a data source is "acc" where its reward function reports that, else "reward"; the other
     variables go to `val-aux/`. In a sample without it, such as one that was skipped, the core variable counts 0; the
     others are means over the samples that have them.
     """
-    samples_of: dict[str, list[ValidationSample]] = defaultdict(list)
-    for sample in samples:
-        samples_of[sample.data_source].append(sample)
+    prompts, numbers = batch.non_tensor_batch["uid"], extra_numbers(batch)
+    values = [
+        {"reward": score} | {name: float(added[i]) for name, added in numbers.items() if not np.isnan(added[i])}
+        for i, score in enumerate(scores_B.tolist())
+    ]
+    rows_of_source: dict[str, list[int]] = defaultdict(list)
+    for i, source in enumerate(batch.non_tensor_batch["data_source"]):
+        rows_of_source[source].append(i)
     metrics: dict[str, float] = {}
-    for source, its_samples in samples_of.items():
-        names = dict.fromkeys(name for sample in its_samples for name in sample.values)
+    for source, rows in rows_of_source.items():
+        names = dict.fromkeys(name for i in rows for name in values[i])
         core = "acc" if "acc" in names else "reward"
-        num_samples = max(Counter(sample.prompt_id for sample in its_samples).values())
+        num_samples = max(Counter(prompts[i] for i in rows).values())
         for name in names:
             values_of_prompt: dict[str, list[float]] = defaultdict(list)
-            for sample in its_samples:
-                if name == core or name in sample.values:
-                    values_of_prompt[sample.prompt_id].append(sample.values.get(name, 0.0))
+            for i in rows:
+                if name == core or name in values[i]:
+                    values_of_prompt[prompts[i]].append(values[i].get(name, 0.0))
             prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
             metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean([np.mean(v) for v in values_of_prompt.values()]))
             if num_samples > 1:
-                best = [max(values) for values in values_of_prompt.values()]
+                best = [max(v) for v in values_of_prompt.values()]
                 metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean(best))
     return metrics
 

@@ -22,7 +22,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import ExperienceMaker, Weights
 from verl_like.trainer.learner import Learner
-from verl_like.trainer.metrics import batch_metrics, validation_metrics, validation_samples
+from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.ppo_display import generation_of_row
 from verl_like.trainer.roles import Role, process_groups
 from verl_like.trainer.run_recorder import RunRecorder
@@ -208,7 +208,7 @@ class RayPPOTrainer:
             for name, n in metric_values(metrics).items()
             if name.startswith("reward/num_")
         }
-        return validation_metrics(validation_samples(batch, scores_B)) | counts
+        return validation_metrics(batch, scores_B) | counts
 
     def save(self) -> None:
         """Writes the models in Hugging Face format, and with `save_freq` a checkpoint of the training state."""
