@@ -1,6 +1,7 @@
 """A maker whose rollout disagrees with its trainer: weights, masks, selected tokens and metrics, by hand."""
 
 import contextlib
+import json
 import math
 from typing import Any
 
@@ -8,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms.advantages import get_adv_estimator_fn
-from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.kl import FixedKLController
-from verl_like.algorithms.policy_losses.kl_cov import KlCovOptions
 from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
-from verl_like.trainer.config.schema import AlgorithmConfig, OverlongBufferConfig
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker
 from verl_like.trainer.metrics import batch_metrics
 from verl_like.workers.planning.flops import ModelCost
@@ -51,16 +49,19 @@ class Models(Worker):
     def sleep(self) -> None: ...
 
 
-def experience(select_tokens: Any = None, **correction: Any) -> Experience:
+def experience(*settings: str, **correction: Any) -> Experience:
     group = LocalWorkerGroup(RayClassWithInitArgs(Models))
-    config = RolloutCorrectionConfig(**correction)
+    corrections = [f"algorithm.rollout_correction.{key}={json.dumps(value)}" for key, value in correction.items()]
+    config = load_ppo_config(
+        [
+            "data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2",
+            "algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "trainer.balance_batch=false",
+            *settings, *corrections,
+        ]
+    )  # fmt: skip
     maker = ExperienceMaker(
-        rollout=group, actor=None if config.bypass_mode else group, reference=None, teacher=None, critic=None,
-        reward_model=None, annotators=[group], val_annotators=[], rule_scorer=None, reward_columns={"scores": 1.0},
-        overlong_buffer=OverlongBufferConfig(),
-        algorithm=AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config),
-        estimator=get_adv_estimator_fn("grpo"), select_tokens=select_tokens, kl_controller=FixedKLController(0.0),
-        model_cost=ModelCost(1.0, 0.0, ()), num_samples=2, balance=False,
+        config=config, groups={"rollout": group, "actor": group, "judge": group}, rule_scorer=None,
+        reward_columns={"scores": 1.0}, kl_controller=FixedKLController(0.0), model_cost=ModelCost(1.0, 0.0, ()),
         timer=lambda phase: contextlib.nullcontext(),
     )  # fmt: skip
     prompts = DataProto.from_dict(
@@ -116,9 +117,10 @@ def test_bypass_takes_the_rollouts_log_probabilities_and_compares_nothing():
 
 def test_a_loss_selects_among_the_tokens_that_are_left():
     # The first token of the first response has the largest covariance; then it is rejected.
-    options = KlCovOptions(kl_cov_ratio=0.2)
-    selected = experience(options.select_tokens).batch.batch["selected_tokens"]
+    loss = "actor_rollout_ref.actor.policy_loss"
+    settings = [f"{loss}.loss_mode=kl_cov", f"{loss}.kl_cov_ratio=0.2"]
+    selected = experience(*settings).batch.batch["selected_tokens"]
     assert selected.nonzero().tolist() == [[0, 0]]
-    left = experience(options.select_tokens, rollout_rs="token_k1", rollout_rs_threshold="0.7_5.0")
+    left = experience(*settings, rollout_rs="token_k1", rollout_rs_threshold="0.7_5.0")
     assert left.batch.batch["response_mask"].tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
     assert left.batch.batch["selected_tokens"].nonzero().tolist() == [[0, 1]]

@@ -1,16 +1,14 @@
 """Which prompts dynamic sampling keeps, and the rewards by name, on batches whose scores are given."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
-from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
 from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.trainer.config import ConfigError, load_ppo_config
-from verl_like.trainer.config.schema import AlgorithmConfig
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.scoring import groups_differ, scores_by_reward
 
@@ -55,16 +53,14 @@ class ScriptedMaker(ExperienceMaker):
         return batch.select(batch_keys=["response_mask"]), pending, {"rollout/other": Metric.sum(1)}
 
 
-def maker(estimator=compute_grpo_outcome_advantage, **algorithm):
-    others = "rollout actor reference teacher critic reward_model annotators val_annotators rule_scorer overlong_buffer"
-    others += " kl_controller model_cost balance timer select_tokens"
-    return ScriptedMaker(
-        **dict.fromkeys(others.split()),
-        algorithm=AlgorithmConfig(**algorithm),
-        estimator=estimator,
-        reward_columns={"rule_scores": 3.0},
-        num_samples=3,
-    )
+REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=3"]
+
+
+def maker(estimator, **algorithm):
+    settings = [f"algorithm.{key}={json.dumps(value)}" for key, value in algorithm.items()]
+    config = load_ppo_config([*REQUIRED, f"algorithm.adv_estimator={estimator}", *settings])
+    others = dict.fromkeys(["rule_scorer", "kl_controller", "model_cost", "timer"])
+    return ScriptedMaker(config=config, groups={}, reward_columns={"rule_scores": 3.0}, **others)
 
 
 def prompts_of(*uids, **meta_info):
@@ -78,9 +74,9 @@ def prompts_of(*uids, **meta_info):
 def made(max_num_gen_batches, *batches):
     """The prompts of the batch's responses and the metrics, when the batches of prompts come one after the other."""
     more = iter([prompts_of(*uids) for uids in batches[1:]])
-    options = {"enable": True, "max_num_gen_batches": max_num_gen_batches}
+    options = {"filter_groups.enable": True, "filter_groups.max_num_gen_batches": max_num_gen_batches}
     first = prompts_of(*batches[0], global_steps=7)
-    batch, scores, metrics = maker(filter_groups=options).sample(first, lambda: next(more))
+    batch, scores, metrics = maker("grpo", **options).sample(first, lambda: next(more))
     assert scores is None
     uids = batch.non_tensor_batch["uid"].reshape(-1, 3)
     assert (uids == uids[:, :1]).all()  # the samples of a prompt stay together
@@ -142,14 +138,11 @@ def test_gdpo_gets_the_rewards_that_its_keys_name():
     batch = scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])})
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "gdpo_reward_weights": [1.0, 2.0]}
-    maker(compute_gdpo_outcome_advantage, **options).compute_advantages(batch)
+    maker("gdpo", **options).compute_advantages(batch)
     third = 3**0.5 / 3
     summed = np.array([-third + 2, 2 * third, -third - 2]).repeat(2).reshape(3, 2)
     expected = (summed - summed.mean()) / summed.std(ddof=1)
     np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, rtol=1e-5)
-
-
-REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2"]
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from verl_like.algorithms.advantages import estimate_advantages
+from verl_like.algorithms.advantages import estimate_advantages, get_adv_estimator_fn
 from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
 from verl_like.algorithms.kl import KLController, apply_kl_penalty
 from verl_like.algorithms.masked import on_last_token
 from verl_like.algorithms.overlong_penalty import overlong_penalty
-from verl_like.algorithms.registry import Algorithm, read_options, required_inputs
+from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.registry import read_options
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.config.schema import AlgorithmConfig, OverlongBufferConfig
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.roles import Role
 from verl_like.trainer.scoring import PendingScores, RuleScorer, groups_differ, scores_by_reward, total_scores
 from verl_like.workers.planning.flops import ModelCost
 
@@ -51,31 +53,14 @@ class ExperienceMaker:
     It shares no state with the learner. Its own state is the coefficient of `kl_controller`.
     """
 
-    rollout: WorkerGroup
-    actor: WorkerGroup | None
-    """Computes `old_log_probs`; None where nothing needs them before the update."""
-    reference: WorkerGroup | None
-    teacher: WorkerGroup | None
-    critic: WorkerGroup | None
-    reward_model: WorkerGroup | None
-    annotators: Sequence[WorkerGroup]
-    """The groups of custom roles."""
-    val_annotators: Sequence[WorkerGroup]
-    """Those of them that write reward columns; validation calls them too."""
+    config: PPOConfig
+    groups: Mapping[str, WorkerGroup]
+    """The group of each role."""
     rule_scorer: RuleScorer | None
     reward_columns: Mapping[str, float]
     """The columns whose weighted sum is the reward."""
-    overlong_buffer: OverlongBufferConfig
-    algorithm: AlgorithmConfig
-    estimator: Algorithm
-    select_tokens: Callable[..., torch.Tensor] | None
-    """Picks tokens of the whole batch for a policy loss that needs `selected_tokens`."""
     kl_controller: KLController
     model_cost: ModelCost
-    num_samples: int
-    """Responses to each prompt in training."""
-    balance: bool
-    """Whether ranks get equal work instead of their rows as they come."""
     timer: Callable[[str], AbstractContextManager[None]]
     """Measures a phase of the driver."""
 
@@ -88,22 +73,22 @@ class ExperienceMaker:
             more_prompts: returns further (B,) prompts; dynamic sampling (`algorithm.filter_groups`) needs it.
         """
         batch, scores, generation_metrics = self.sample(prompts, more_prompts)
-        self.rollout.sleep()
+        self.groups[Role.Rollout].sleep()
 
-        work = RowWork.of(batch, self.model_cost, balance=self.balance)
+        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
         pending: list[Any] = []
-        if self.actor:
-            pending.append(work.submit(self.actor.compute_log_prob, batch))
-        if self.reference:
-            pending.append(work.submit(self.reference.compute_ref_log_prob, batch))
-        if self.teacher:
-            pending.append(work.submit(self.teacher.compute_teacher_log_prob, batch))
-        if self.critic:
-            pending.append(work.submit(self.critic.compute_values, batch))
-        if self.reward_model:
-            pending.append(work.submit(self.reward_model.compute_rm_score, batch))
+        if self.config.needs_old_log_probs:
+            pending.append(work.submit(self.groups[Role.Actor].compute_log_prob, batch))
+        if reference := self.groups.get(Role.RefPolicy):
+            pending.append(work.submit(reference.compute_ref_log_prob, batch))
+        if teacher := self.groups.get(Role.Teacher):
+            pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
+        if critic := self.groups.get(Role.Critic):
+            pending.append(work.submit(critic.compute_values, batch))
+        if reward_model := self.groups.get(Role.RewardModel):
+            pending.append(work.submit(reward_model.compute_rm_score, batch))
         # Not in balanced order, so that the samples of a prompt stay together.
-        pending += [group.annotate.remote(batch) for group in self.annotators]
+        pending += [group.annotate.remote(batch) for role, group in self.groups.items() if role not in set(Role)]
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
 
@@ -125,8 +110,12 @@ class ExperienceMaker:
             (B * num_samples,) rows with their reward columns; the reward of each, 0 where it was skipped; metrics.
         """
         batch, scores, generation_metrics = self.generate(prompts, num_samples)
-        pending: list[Any] = [self.reward_model.compute_rm_score.remote(batch)] if self.reward_model else []
-        pending += [group.annotate.remote(batch) for group in self.val_annotators]
+        pending: list[Any] = []
+        if reward_model := self.groups.get(Role.RewardModel):
+            pending.append(reward_model.compute_rm_score.remote(batch))
+        for role, group in self.groups.items():
+            if role not in set(Role) and self.reward_columns.keys() & set(group.annotate.spec.writes or ()):
+                pending.append(group.annotate.remote(batch))
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
         scores_B = total_scores(batch, self.reward_columns).sum(-1)
@@ -135,7 +124,7 @@ class ExperienceMaker:
 
     def load_weights(self, weights: Weights) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
-        self.rollout.load_weights(weights.exported, version=weights.version)
+        self.groups[Role.Rollout].load_weights(weights.exported, version=weights.version)
 
     def sample(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None) -> Generated:
         """The responses to train on, as `generate` returns them, or with their rule rewards after dynamic sampling.
@@ -144,10 +133,11 @@ class ExperienceMaker:
         for further prompts until there are as many of these as `prompts`, at most `max_num_gen_batches` times; what is
         missing then is filled with the first prompts that were dropped.
         """
-        if not self.algorithm.filter_groups.enable:
+        options, n = self.config.algorithm.filter_groups, self.config.actor_rollout_ref.rollout.n
+        if not options.enable:
             return self.generate_with_baselines(prompts)
         assert more_prompts, "dynamic sampling replaces prompts by others"
-        options, num_rows, meta_info = self.algorithm.filter_groups, len(prompts) * self.num_samples, prompts.meta_info
+        num_rows, meta_info = len(prompts) * n, prompts.meta_info
         differing: list[DataProto] = []
         equal: list[DataProto] = []
         metrics: list[dict[str, Metric]] = []
@@ -167,23 +157,24 @@ class ExperienceMaker:
         batch = DataProto.concat([*differing, *equal])[:num_rows]
         counts = {
             "rollout/num_prompt_batches": len(differing),
-            "rollout/num_equal_groups": sum(map(len, equal)) // self.num_samples,
-            "rollout/num_filler_groups": max(0, num_rows - num_differing) // self.num_samples,
-            "rollout/num_surplus_groups": max(0, num_differing - num_rows) // self.num_samples,
+            "rollout/num_equal_groups": sum(map(len, equal)) // n,
+            "rollout/num_filler_groups": max(0, num_rows - num_differing) // n,
+            "rollout/num_surplus_groups": max(0, num_differing - num_rows) // n,
         }
         return batch, None, merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
 
     def generate_with_baselines(self, prompts: DataProto) -> Generated:
         """What `generate` returns, with the column `reward_baselines` where the estimator needs it."""
-        if "reward_baselines" not in required_inputs(self.estimator):
-            return self.generate(prompts, self.num_samples)
+        n = self.config.actor_rollout_ref.rollout.n
+        if "reward_baselines" not in self.config.estimator_needs:
+            return self.generate(prompts, n)
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
         # NaN: without a greedy reward there is no baseline.
         rewards_B = rewards_B.masked_fill(answered.batch.get("is_skipped", torch.tensor(False)), torch.nan)
-        batch, scores, metrics = self.generate(prompts, self.num_samples)
-        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(self.num_samples)
+        batch, scores, metrics = self.generate(prompts, n)
+        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(n)
         return batch, scores, metrics
 
     def generate(self, prompts: DataProto, num_samples: int) -> Generated:
@@ -191,7 +182,7 @@ class ExperienceMaker:
 
         Rules already score responses that are complete while others are still generated.
         """
-        generation = self.rollout.generate_sequences.remote(prompts)
+        generation = self.groups[Role.Rollout].generate_sequences.remote(prompts)
         scores = self.rule_scorer.expect(prompts, num_samples) if self.rule_scorer else None
         for finished in generation.stream():
             if scores:
@@ -222,16 +213,14 @@ class ExperienceMaker:
         columns["response_mask"] = mask_BR
         columns["token_level_scores"] = total_scores(batch, self.reward_columns)
         metrics = {}
-        if self.overlong_buffer.enable:
+        if (buffer := self.config.reward.overlong_buffer).enable:
             max_length = mask_BR.size(1)
             lengths_B = columns["attention_mask"][:, -max_length:].sum(-1)
-            penalty_B = overlong_penalty(
-                lengths_B, max_length, self.overlong_buffer.len, self.overlong_buffer.penalty_factor
-            )
+            penalty_B = overlong_penalty(lengths_B, max_length, buffer.len, buffer.penalty_factor)
             columns["token_level_scores"] = columns["token_level_scores"] + on_last_token(penalty_B, mask_BR)
             metrics["reward/overlong_penalty"] = Metric.mean(float(penalty_B.mean()), weight=len(penalty_B))
         columns["token_level_rewards"] = columns["token_level_scores"]
-        if not self.algorithm.use_kl_in_reward:
+        if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl_coef = self.kl_controller.value
         columns["token_level_rewards"], current_kl = apply_kl_penalty(
@@ -240,7 +229,7 @@ class ExperienceMaker:
             columns["ref_log_prob"],
             mask_BR,
             kl_coef=kl_coef,
-            estimator=self.algorithm.kl_penalty,
+            estimator=self.config.algorithm.kl_penalty,
         )
         num_scored = int(mask_BR.any(-1).sum())
         if num_scored:
@@ -255,7 +244,7 @@ class ExperienceMaker:
         Returns:
             The tokens that remain of `response_mask`; metrics.
         """
-        columns, config = batch.batch, self.algorithm.rollout_correction
+        columns, config = batch.batch, self.config.algorithm.rollout_correction
         if config.bypass_mode:
             columns["old_log_probs"] = columns["rollout_log_probs"]
         if not (config.rollout_is or config.rollout_rs):
@@ -269,14 +258,15 @@ class ExperienceMaker:
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
-        columns, algorithm = batch.batch, self.algorithm
+        columns, algorithm = batch.batch, self.config.algorithm
+        estimator = get_adv_estimator_fn(algorithm.adv_estimator)
         inputs: dict[str, Any] = {**batch.tensors(), "index": batch.non_tensor_batch["uid"], "config": algorithm}
-        if "scores_by_reward" in required_inputs(self.estimator):
+        if "scores_by_reward" in self.config.estimator_needs:
             inputs["scores_by_reward"] = scores_by_reward(batch, self.reward_columns)
-        inputs["options"] = read_options(self.estimator, algorithm=algorithm)
+        inputs["options"] = read_options(estimator, algorithm=algorithm)
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
         inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
-        columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, inputs)
+        columns["advantages"], columns["returns"] = estimate_advantages(estimator, inputs)
 
     def narrow(self, batch: DataProto, kept_BR: torch.Tensor) -> None:
         """Leaves only `kept_BR` in `response_mask`, which the losses read, and picks tokens for the policy loss.
@@ -284,11 +274,12 @@ class ExperienceMaker:
         It follows the advantages, for which every response counts in its group and has the reward on its last token.
         `sampled_mask` keeps what was sampled.
         """
-        columns = batch.batch
-        if self.algorithm.rollout_correction.rollout_rs:
+        columns, policy = batch.batch, self.config.actor_rollout_ref
+        if self.config.algorithm.rollout_correction.rollout_rs:
             columns["sampled_mask"], columns["response_mask"] = columns["response_mask"], kept_BR
-        if self.select_tokens:
+        loss_options = read_options(get_policy_loss_fn(policy.actor.policy_loss.loss_mode), actor_rollout_ref=policy)
+        if select_tokens := getattr(loss_options, "select_tokens", None):
             generator = torch.Generator().manual_seed(batch.meta_info["global_steps"])
-            columns["selected_tokens"] = self.select_tokens(
+            columns["selected_tokens"] = select_tokens(
                 columns["old_log_probs"], columns["advantages"], columns["response_mask"], generator
             )

@@ -5,10 +5,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.algorithms.advantages import get_adv_estimator_fn
 from verl_like.algorithms.kl import get_kl_controller
-from verl_like.algorithms.policy_losses import get_policy_loss_fn
-from verl_like.algorithms.registry import read_options
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, merge_metrics, metric_values
@@ -85,31 +82,16 @@ class RayPPOTrainer:
 
     def build_maker(self) -> ExperienceMaker:
         """The maker of this run's experience."""
-        config, groups = self.config, self.groups
+        config = self.config
         worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
-        annotators = {role: group for role, group in groups.items() if role not in list(Role)}
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
-        loss = get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-        loss_options = read_options(loss, actor_rollout_ref=config.actor_rollout_ref)
         return ExperienceMaker(
-            rollout=groups[Role.Rollout],
-            actor=groups[Role.Actor] if config.needs_old_log_probs else None,
-            reference=groups.get(Role.RefPolicy),
-            teacher=groups.get(Role.Teacher),
-            critic=groups.get(Role.Critic),
-            reward_model=groups.get(Role.RewardModel),
-            annotators=list(annotators.values()),
-            val_annotators=[group for role, group in annotators.items() if worker_classes[role].reward_columns],
+            config=config,
+            groups=self.groups,
             rule_scorer=self.rule_scorer,
             reward_columns=reward_columns(worker_classes, with_rules=self.rule_scorer is not None),
-            overlong_buffer=config.reward.overlong_buffer,
-            algorithm=config.algorithm,
-            estimator=get_adv_estimator_fn(config.algorithm.adv_estimator),
-            select_tokens=getattr(loss_options, "select_tokens", None),
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
             model_cost=ModelCost.of(model),
-            num_samples=config.actor_rollout_ref.rollout.n,
-            balance=config.trainer.balance_batch,
             timer=self.recorder.timer,
         )
 
