@@ -34,8 +34,8 @@ def local_trainer(
 ) -> Iterator[local_grpo_step.LocalTrainer]:
     """A trainer in this process whose workers are ready; `config_file` is the name and the folder of a YAML file."""
     folder.mkdir(exist_ok=True)
-    settings = (*tiny_run_settings(folder, tiny_llama), "trainer.n_gpus_per_node=1", *settings)
-    config = ppo_inputs.with_training_steps(load_ppo_config(settings, *(config_file or ())), steps)
+    length = ["trainer.n_gpus_per_node=1", f"trainer.total_training_steps={steps}"]
+    config = load_ppo_config([*tiny_run_settings(folder, tiny_llama), *length, *settings], *(config_file or ()))
     tokenizer = ppo_inputs.load_tokenizer(config.actor_rollout_ref.model)
     datasets = [ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from verl_like.protocol import DataProto, metric_values
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller.call import CallEvent
-from verl_like.trainer.scoring import RuleScorer, _merged
+from verl_like.trainer.scoring import PendingScores, RuleScorer, _merged
 from verl_like.workers.rollout import FinishedSample
 
 # Says what it was called with; "x" has no score, "y" fails.
@@ -69,7 +69,7 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     batch = generated(scorer, texts)
     events: list[CallEvent] = []
     scorer.on_call = events.append
-    pending = scorer.expect(prompts(), num_samples=2)
+    pending = PendingScores(scorer, prompts(), num_samples=2)
     # The second response to a and the first to c are told early; b is not a rule's.
     told = [("c", 0, 4), ("b", 1, 3), ("a", 1, 1)]
     pending.add([FinishedSample(uid, index, tuple(batch.batch["responses"][row].tolist())) for uid, index, row in told])
@@ -90,7 +90,7 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
 
 def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer: RuleScorer):
     scorer.scores_every_row = True
-    result = scorer.expect(prompts(), num_samples=1).complete(generated(scorer, ["1", "2", "y"])).get()
+    result = PendingScores(scorer, prompts(), num_samples=1).complete(generated(scorer, ["1", "2", "y"])).get()
     assert result.batch["rule_scores"].sum(-1).tolist() == [1.0, 2.0, 0.0]
     metrics = metric_values(result.meta_info["metrics"])
     assert (metrics["reward/num_skipped"], metrics["reward/num_errors"], metrics["reward/early_ratio"]) == (1, 1, 0)

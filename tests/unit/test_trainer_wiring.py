@@ -36,9 +36,9 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     settings = ["placement=split", "trainer.n_gpus_per_node=4", "algorithm.use_kl_in_reward=true"]
     loss = "actor_rollout_ref.actor.policy_loss"
     settings += [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path=large", "role_mapping.teacher=critic_pool"]
-    settings += ["trainer.seed=7", "trainer.critic_warmup=3", "actor_rollout_ref.rollout.n=5"]
+    settings += ["trainer.seed=7", "trainer.total_training_steps=20", "trainer.critic_warmup=3"]
+    settings += ["actor_rollout_ref.rollout.n=5"]
     config = config_of(*settings, *roles, "role_mapping.ref=critic_pool", "reward_model.model.path=judge")
-    config = ppo_inputs.with_training_steps(config, 20)
     mapping = ppo_workers.build_role_worker_mapping(config, {"judge": Judge, "critic": OwnCritic})
     assert {role: made.cls for role, made in mapping.items()} == {
         "actor": ActorWorker, "rollout": RolloutWorker, "ref": ReferenceWorker, "teacher": TeacherWorker,
@@ -79,8 +79,9 @@ def test_epochs_count_whole_batches_unless_the_number_of_steps_is_given():
     batches = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     micro = [f"{part}.ppo_micro_batch_size_per_gpu=2" for part in ("actor_rollout_ref.actor", "critic")]
     config = config_of(*batches, *micro, "trainer.total_epochs=3")
-    assert ppo_inputs.training_steps(config, num_prompts=11) == 2 * 3
-    assert ppo_inputs.training_steps(ppo_inputs.with_training_steps(config, 5), num_prompts=11) == 5
+    assert ppo_inputs.with_training_steps(config, num_prompts=11).trainer.total_training_steps == 2 * 3
+    given = config_of(*batches, *micro, "trainer.total_epochs=3", "trainer.total_training_steps=5")
+    assert ppo_inputs.with_training_steps(given, num_prompts=11).trainer.total_training_steps == 5
 
 
 def test_the_datasets_are_read_as_the_data_settings_say(tmp_path: Path, tiny_llama: Callable):

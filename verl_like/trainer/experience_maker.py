@@ -183,7 +183,7 @@ class ExperienceMaker:
         Rules already score responses that are complete while others are still generated.
         """
         generation = self.groups[Role.Rollout].generate_sequences.remote(prompts)
-        scores = self.rule_scorer.expect(prompts, num_samples) if self.rule_scorer else None
+        scores = PendingScores(self.rule_scorer, prompts, num_samples) if self.rule_scorer else None
         for finished in generation.stream():
             if scores:
                 scores.add(finished)

@@ -82,7 +82,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
     if config.needs_teacher and config.actor_rollout_ref.teacher_model:
         check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
-    config = with_training_steps(config, training_steps(config, len(train_dataset)))
+    config = with_training_steps(config, len(train_dataset))
     scorer = None
     numbers: list[str] | None = []
     every_row = config.custom_reward_function.path is not None
@@ -231,14 +231,10 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
     )
 
 
-def training_steps(config: PPOConfig, num_prompts: int) -> int:
-    data, trainer = config.data, config.trainer
-    sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
-    return trainer.total_training_steps or sampler.num_batches_per_epoch * trainer.total_epochs
-
-
-def with_training_steps(config: PPOConfig, steps: int) -> PPOConfig:
+def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
     """Fills in the number of steps of the run; raises ValueError if the critic's warm-up leaves none for the actor."""
+    sampler = EpochSampler(num_prompts, config.data.train_batch_size)
+    steps = config.trainer.total_training_steps or sampler.num_batches_per_epoch * config.trainer.total_epochs
     trainer = config.trainer.model_copy(update={"total_training_steps": steps})
     config = config.model_copy(update={"trainer": trainer})
     for problem in critic_warmup_leaves_steps_for_the_actor(config):

@@ -124,12 +124,6 @@ class RuleScorer:
         extra = self.manager.check(list(first.values()))
         return None if extra is None else [name for name, values in extra.items() if values.dtype != object]
 
-    def expect(self, prompts: DataProto, num_samples: int) -> "PendingScores":
-        """For `num_samples` responses to each of the (B,) prompts, which are still being generated."""
-        specs = prompts.non_tensor_batch["reward_model"]
-        scored = [i for i, spec in enumerate(specs) if self.scores_every_row or has_rule(spec)]
-        return PendingScores(self, prompts, scored, num_samples)
-
     def report(self, ran: list[tuple[int, float, float]]) -> None:
         """Gives `on_call` the times in which each process scored, from (process id, start, end) of each sample."""
         for pid, started, finished in _merged(ran):
@@ -149,43 +143,40 @@ class PendingScores:
 
     scorer: RuleScorer
     prompts: DataProto
-    scored: list[int]
-    """The prompts whose responses a rule scores."""
     num_samples: int
     """Responses to each prompt."""
 
     def __post_init__(self) -> None:
-        self.place_of_uid = {self.prompts.non_tensor_batch["uid"][i]: place for place, i in enumerate(self.scored)}
-        self.pending = self.scorer.manager.expect(len(self.scored) * self.num_samples)
+        columns, n = self.prompts.non_tensor_batch, self.num_samples
+        scored = [i for i, spec in enumerate(columns["reward_model"]) if self.scorer.scores_every_row or has_rule(spec)]
+        self.rows = [i * n + k for i in scored for k in range(n)]
+        """The row of the (B * n,) batch in each slot of `pending`."""
+        self.slots = {(columns["uid"][row // n], row % n): slot for slot, row in enumerate(self.rows)}
+        self.pending = self.scorer.manager.expect(len(self.rows))
         self.num_early = 0
         self.mask_BR: torch.Tensor | None = None
 
     def add(self, finished: Sequence[FinishedSample]) -> None:
         """Starts scoring responses that are complete while others are still being generated."""
-        early = [sample for sample in finished if sample.uid in self.place_of_uid]
-        slots = [self.place_of_uid[sample.uid] * self.num_samples + sample.index for sample in early]
+        early = {self.slots[s.uid, s.index]: list(s.token_ids) for s in finished if (s.uid, s.index) in self.slots}
         self.num_early += len(early)
-        self._submit(slots, [list(sample.token_ids) for sample in early])
+        self._submit(early)
 
     def complete(self, batch: DataProto) -> "PendingScores":
         """Starts scoring the other responses of the (B * num_samples,) batch that was generated."""
-        self.mask_BR = batch.batch["response_mask"].bool()
-        slots, rows, tokens_BR = self.pending.missing(), self.rows, batch.batch["responses"]
-        self._submit(slots, [tokens_BR[rows[slot]][self.mask_BR[rows[slot]]].tolist() for slot in slots])
+        self.mask_BR, responses_BR = batch.batch["response_mask"].bool(), batch.batch["responses"]
+        missing = {slot: self.rows[slot] for slot in self.pending.missing()}
+        self._submit({slot: responses_BR[row][self.mask_BR[row]].tolist() for slot, row in missing.items()})
         return self
 
-    @property
-    def rows(self) -> list[int]:
-        """The row of the batch in each slot."""
-        return [i * self.num_samples + k for i in self.scored for k in range(self.num_samples)]
-
-    def _submit(self, slots: list[int], token_ids: list[list[int]]) -> None:
-        if not slots:
+    def _submit(self, token_ids: dict[int, list[int]]) -> None:
+        """Starts scoring the responses in some slots."""
+        if not token_ids:
             return
-        texts = self.scorer.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        texts = self.scorer.tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=True)
         columns = self.prompts.non_tensor_batch
-        for slot, text in zip(slots, texts, strict=True):
-            i = self.scored[slot // self.num_samples]
+        for slot, text in zip(token_ids, texts, strict=True):
+            i = self.rows[slot] // self.num_samples
             sample = RewardSample(
                 name=f"sample uid {columns['uid'][i]!r}",
                 data_source=columns["data_source"][i],
