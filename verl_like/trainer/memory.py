@@ -104,13 +104,13 @@ class TrainingRole:
     """Its largest micro-batches."""
 
     @property
+    def stored(self) -> float:
+        return self.size.parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
+
+    @property
     def adam(self) -> float:
         """Two moments of each parameter, in the parameters' data type."""
         return 2 * self.stored if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
-
-    @property
-    def stored(self) -> float:
-        return self.size.parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
 
     @property
     def offloads_adam(self) -> bool:
@@ -121,43 +121,33 @@ class TrainingRole:
         parts = {} if self.fsdp.param_offload else {f"{self.name} weights": self.stored}
         return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
 
-    def gradients(self) -> float:
-        """The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads.
-
-        A model that is gathered whole frees its layers while it makes the copy, which then takes no further memory.
-        """
-        if not isinstance(self.fsdp, TrainedFsdpConfig):
-            return 0.0
-        whole = self.shards == 1 or not self.fsdp.reshard_after_forward
-        summed = self.size.parameters * REDUCTION_BYTES / (1 if whole else self.shards)
-        return summed if whole or self.fsdp.model_dtype == "float32" else summed + self.stored
-
-    def gathered(self) -> float:
-        """Parameters in the computing data type: all, or the outer ones, a layer, the next layer and its buffer."""
-        itemsize = getattr(torch, self.fsdp.dtype).itemsize
-        if self.shards == 1 or not self.fsdp.reshard_after_forward:
-            return self.size.parameters * itemsize
-        return min(self.size.parameters, self.size.outer + 3 * self.size.layer) * itemsize
-
     def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
         """During a pass, in addition to `at_rest`."""
-        itemsize, trained = getattr(torch, self.fsdp.dtype).itemsize, isinstance(self.fsdp, TrainedFsdpConfig)
+        size, itemsize = self.size, getattr(torch, self.fsdp.dtype).itemsize
+        is_whole = self.shards == 1 or not self.fsdp.reshard_after_forward
+        # All parameters, or the outer ones, a layer, the next layer and its buffer.
+        gathered = size.parameters if is_whole else min(size.parameters, size.outer + 3 * size.layer)
         tokens = self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
         scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
-        layer = self.size.activations_per_token * itemsize * tokens
-        kept = 0.0
-        if trained and isinstance(self.model, TrainedModelConfig):
-            each = self.size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
-            kept = 0.0 if self.model.enable_activation_offload else each * self.size.num_layers
-        head = min(LOGITS_PER_CHUNK["cuda"], scored * self.size.head / self.size.hidden) * 2 * REDUCTION_BYTES
-        unit = max(self.size.outer, self.size.layer) * (itemsize + REDUCTION_BYTES) if trained else 0.0
+        layer = size.activations_per_token * itemsize * tokens
+        head = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
+        gradients = reduced = kept = 0.0
+        if isinstance(self.fsdp, TrainedFsdpConfig):
+            # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that
+            # is gathered whole frees its layers while it makes the copy, which then takes no further memory.
+            gradients = size.parameters * REDUCTION_BYTES / (1 if is_whole else self.shards)
+            gradients += 0.0 if is_whole or self.fsdp.model_dtype == "float32" else self.stored
+            reduced = max(size.outer, size.layer) * (itemsize + REDUCTION_BYTES)
+            if isinstance(self.model, TrainedModelConfig) and not self.model.enable_activation_offload:
+                each = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
+                kept = each * size.num_layers
         moved = {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
         return moved | {
-            "gradients": self.gradients(),
-            "gathered layers": self.gathered(),
-            "reduction*": unit,
+            "gradients": gradients,
+            "gathered layers": gathered * itemsize,
+            "reduction*": reduced,
             "activations*": kept + 2 * layer,
-            "head*": head + scored * self.size.hidden * (itemsize + REDUCTION_BYTES) if self.size.head else 0.0,
+            "head*": head + scored * size.hidden * (itemsize + REDUCTION_BYTES) if size.head else 0.0,
         }
 
 

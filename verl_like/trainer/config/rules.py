@@ -219,17 +219,16 @@ def the_estimator_reads_the_sum_that_a_penalty_is_in(config: PPOConfig) -> Itera
         )
 
 
-def bypassed_log_probs_are_in_no_reward(config: PPOConfig) -> Iterator[str]:
-    if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
+def bypass_leaves_out_nothing_that_is_needed(config: PPOConfig) -> Iterator[str]:
+    if not config.algorithm.rollout_correction.bypass_mode:
+        return
+    if config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.rollout_correction.bypass_mode=true has only the rollout engine's log-probabilities: with "
             "algorithm.use_kl_in_reward=true their rounding would count as distance from the reference; set "
             "actor_rollout_ref.actor.use_kl_loss=true instead, or bypass_mode=false"
         )
-
-
-def sums_of_squared_probabilities_are_not_bypassed(config: PPOConfig) -> Iterator[str]:
-    if config.algorithm.rollout_correction.bypass_mode and "sum_pi_squared" in config.estimator_needs:
+    if "sum_pi_squared" in config.estimator_needs:
         yield (
             "algorithm.rollout_correction.bypass_mode=true leaves out the actor's pass before the update, in which "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} gets sum_pi_squared; set bypass_mode=false or "
@@ -248,13 +247,10 @@ def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]
         )
 
 
-def an_enabled_reward_model_has_a_path(config: PPOConfig) -> Iterator[str]:
-    if config.reward_model.enable and config.reward_model.model.path is None:
+def reward_settings_have_a_model_or_a_function(config: PPOConfig) -> Iterator[str]:
+    model, function = config.reward_model, config.custom_reward_function
+    if model.enable and model.model.path is None:
         yield "reward_model.enable=true needs reward_model.model.path"
-
-
-def reward_function_settings_have_a_function(config: PPOConfig) -> Iterator[str]:
-    function = config.custom_reward_function
     if function.path is None and function.reward_kwargs:
         yield f"custom_reward_function.reward_kwargs={function.reward_kwargs} needs custom_reward_function.path"
 
@@ -272,11 +268,9 @@ OTHER_RULES = (
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,
     the_estimator_reads_the_sum_that_a_penalty_is_in,
-    bypassed_log_probs_are_in_no_reward,
-    sums_of_squared_probabilities_are_not_bypassed,
+    bypass_leaves_out_nothing_that_is_needed,
     critic_warmup_leaves_steps_for_the_actor,
-    an_enabled_reward_model_has_a_path,
-    reward_function_settings_have_a_function,
+    reward_settings_have_a_model_or_a_function,
     loggers_are_named_once,
 )
 
