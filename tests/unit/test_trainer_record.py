@@ -197,7 +197,7 @@ def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(
         if step in (400, 5000):
             kept[step] = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert len(recorder.timeline.events) == 2
+    assert len(recorder.timeline.rows) == 2
     assert kept[5000] - kept[400] < 50_000  # bytes; to keep every step would take 100 times as much
     recorder.close("Done.")
     assert len((recorder.run_dir / "timeline.jsonl").read_text().splitlines()) == 2 * 5000

@@ -67,11 +67,8 @@ class RayPPOTrainer:
         self.maker, self.learner = self.build_maker(), self.build_learner()
         rollout = self.groups[Role.Rollout]
         others = [group for group in self.groups.values() if group is not rollout]
-        if self.config.trainer.device == "cuda":
-            # An engine takes its share of what is free on its device, so what else lives there loads first.
-            order = [others, [rollout]]
-        else:
-            order = [[rollout, *others]]
+        # On a GPU the engine takes its share of what is free, so what else lives there loads first.
+        order = [others, [rollout]] if self.config.trainer.device == "cuda" else [[rollout, *others]]
         for groups in order:
             pending = [group.init_model.remote() for group in groups]
             if groups is order[0]:

@@ -22,15 +22,14 @@ from verl_like.trainer.worker_template import WorkerTemplate
 
 
 class Inputs(Protocol):
-    """What a trainer needs, checked."""
+    """What a trainer needs, checked: the configuration to record, with what depends on the data filled in, and lines
+    about the inputs for the start of the run."""
 
     @property
-    def config(self) -> RunConfig:
-        """The configuration to record, with what depends on the data filled in."""
+    def config(self) -> RunConfig: ...
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Lines about the inputs for the start of the run."""
+    def notes(self) -> Sequence[str]: ...
 
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)

@@ -83,8 +83,8 @@ class RunRecorder:
         if "perf/total_num_tokens" in metrics:
             metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
             metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.config.num_processes_of_run
-        if self.timeline.events:
-            metrics["perf/overlap"] = self.timeline.critical_path_seconds() / training_seconds
+        if critical_path_seconds := self.timeline.critical_path_seconds():
+            metrics["perf/overlap"] = critical_path_seconds / training_seconds
         self.tracking.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)
 

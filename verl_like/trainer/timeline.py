@@ -19,21 +19,18 @@ class Timeline:
         self.stage_of_method = {method: i for i, methods in enumerate(display.stages) for method in methods}
         self.step = 0
         self.is_validating = False
-        self.events: list[CallEvent] = []  # of the present step, without those of a validation
         self.rows: list[dict[str, Any]] = []  # of the present step, as they are in the file
         self.earlier: list[list[dict[str, Any]]] = []
 
     def start_step(self, step: int) -> None:
-        self.earlier, self.step = self.last_steps(), step
-        self.events, self.rows = [], []
+        self.earlier, self.step, self.rows = self.last_steps(), step, []
 
     def record(self, event: CallEvent) -> None:
-        where = {"step": self.step, "is_validating": self.is_validating, "process": self._process(event)}
-        row = where | vars(event)
+        # The process of its pool that ran the call: roles that train share theirs.
+        process = f"{self.display.process_of_role.get(event.role, 'training')} {event.rank}"
+        row = {"step": self.step, "is_validating": self.is_validating, "process": process} | vars(event)
         self.file.write(json.dumps(row) + "\n")
         self.rows.append(row)
-        if not self.is_validating:
-            self.events.append(event)
 
     def last_steps(self) -> list[list[dict[str, Any]]]:
         """The rows of up to three training steps: the last ones that neither validated nor saved, or just the last."""
@@ -45,33 +42,30 @@ class Timeline:
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds from the first rank's start to the last rank's end of each method that trained in this step."""
-        spans: dict[str, list[CallEvent]] = defaultdict(list)
-        for event in self.events:
-            spans[self.display.phase_of_method.get(event.method, event.method)].append(event)
+        calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in self.rows:
+            if not row["is_validating"]:
+                calls[self.display.phase_of_method.get(row["method"], row["method"])].append(row)
         return {
-            phase: max(e.finished for e in events) - min(e.started for e in events) for phase, events in spans.items()
+            phase: max(r["finished"] for r in rows) - min(r["started"] for r in rows) for phase, rows in calls.items()
         }
 
     def critical_path_seconds(self) -> float:
-        """The least time of a training step with the calls of this step.
+        """The least time of a training step with the calls of this step; 0 if it had none.
 
         A stage takes at least the seconds of the calls of its busiest process; the critical path is the sum of these
         over the stages. What ran before the previous stage ended, such as rewards during generation, costs nothing.
         """
-        stages: list[list[CallEvent]] = [[] for _ in self.display.stages]
+        stages: list[list[dict[str, Any]]] = [[] for _ in self.display.stages]
         others = self.display.stages.index(())
-        for event in self.events:
-            if not event.method.startswith("save_"):
-                stages[self.stage_of_method.get(event.method, others)].append(event)
+        for row in self.rows:
+            if not row["is_validating"] and not row["method"].startswith("save_"):
+                stages[self.stage_of_method.get(row["method"], others)].append(row)
         total, stage_start = 0.0, 0.0
-        for events in stages:
+        for rows in stages:
             busy: dict[tuple[str, str], float] = defaultdict(float)
-            for e in events:
-                busy[e.pool, self._process(e)] += max(0.0, e.finished - max(e.started, stage_start))
+            for r in rows:
+                busy[r["pool"], r["process"]] += max(0.0, r["finished"] - max(r["started"], stage_start))
             total += max(busy.values(), default=0.0)
-            stage_start = max([stage_start, *(e.finished for e in events)])
+            stage_start = max([stage_start, *(r["finished"] for r in rows)])
         return total
-
-    def _process(self, event: CallEvent) -> str:
-        """The process of its pool that ran a call: roles that train share theirs."""
-        return f"{self.display.process_of_role.get(event.role, 'training')} {event.rank}"

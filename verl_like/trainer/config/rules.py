@@ -78,16 +78,14 @@ def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
 def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
     """Engines, shards of parameters, and ranks that share a sequence leave no process over."""
     rollout, actor, critic = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.critic
-    sizes: list[tuple[str, str, int]] = [
-        (Role.Rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-        (Role.Actor, "actor_rollout_ref.actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
-        (Role.Critic, "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
+    sizes: list[tuple[str, str, str, int]] = [
+        (Role.Rollout, "", "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+        (Role.Actor, "", "actor_rollout_ref.actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
+        (Role.Critic, "", "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
+        *((role, f" ({role})", *_sequence_parallel(config, role)) for role in config.active_roles),
     ]
-    named = [(role, "", key, size) for role, key, size in sizes if role in config.active_roles]
-    named += [(role, f" ({role})", *_sequence_parallel(config, role)) for role in config.active_roles]
-    for role, shown_role, key, size in named:
-        processes = config.num_processes(role)
-        if size > 0 and processes % size:
+    for role, shown_role, key, size in sizes:
+        if role in config.active_roles and size > 0 and (processes := config.num_processes(role)) % size:
             yield (
                 f"{key}={size} does not divide the {processes} processes of the pool {config.role_mapping[role]}"
                 f"{shown_role}; possible are {_divisors(processes)}"
