@@ -23,7 +23,7 @@ VALUES = [
     WORK,
     Experience(DataProto(), WORK, metrics={}),
     Weights(exported=None, version=1),
-    Update([]),
+    Update([], balance={}),
     StepResult(1.0, skipped=False),
 ]
 

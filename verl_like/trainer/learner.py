@@ -16,10 +16,12 @@ class Update:
     """The updates of one training step, which may still be running."""
 
     pending: Sequence[Future[Any]]
+    balance: dict[str, Metric]
+    """How evenly the ranks of the actor's update are loaded."""
 
     def get(self) -> dict[str, Metric]:
-        """Waits for the updates; returns their metrics."""
-        return merge_metrics([future.get().meta_info.get("metrics", {}) for future in self.pending])
+        """Waits for the updates; returns their metrics and `balance`."""
+        return merge_metrics([self.balance, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
 
 
 @dataclass(kw_only=True)
@@ -53,15 +55,11 @@ class Learner:
             pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
         if self.version > self.critic_warmup:
             pending.append(work.submit(self.actor.update_actor, batch, self.num_actor_mini_batch_rows))
-        return Update(pending)
+        return Update(pending, work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows))
 
     def export_weights(self) -> Weights:
         """The actor's weights after all updates submitted so far; returns at once."""
         return Weights(self.actor.export_weights.remote(version=self.version), self.version)
-
-    def balance_metrics(self, experience: Experience) -> dict[str, Metric]:
-        """How evenly the ranks of the actor's update are loaded."""
-        return experience.work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows)
 
     def save(self, folder: Path, *, with_checkpoint: bool) -> None:
         """Writes the models in Hugging Face format, and with a checkpoint the state that training needs to continue."""

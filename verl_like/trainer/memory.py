@@ -211,8 +211,7 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
 def require_memory(config: PPOConfig, device_bytes: float) -> str:
     """The sum of each pool's largest phase, one line each, beside the memory of a GPU, `device_bytes`.
 
-    Raises:
-        ValueError: what is certain does not fit.
+    Raises ValueError if what is certain does not fit.
     """
     phases = memory_phases(config, device_bytes)
     for phase in phases:

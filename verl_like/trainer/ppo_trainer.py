@@ -158,8 +158,7 @@ class RayPPOTrainer:
         weights = self.learner.export_weights()  # submitted, behind the actor's update
         # The driver's own work that nothing waits for is done while the updates run.
         data = self.config.data
-        metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)]
-        metrics += [self.learner.balance_metrics(experience), update.get()]
+        metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length), update.get()]
         with self.recorder.timer("update_weights"):
             self.load_weights(weights)
         return metric_values(merge_metrics([experience.metrics, *metrics]))

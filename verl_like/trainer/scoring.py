@@ -62,11 +62,8 @@ def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> d
 def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     """For each row, (B,) bool: whether the responses to its prompt that could be scored differ in `metric`.
 
-    Args:
-        metric: "reward" (the rules' score) or the name of a number that the reward function returned beside it.
-
-    Raises:
-        ValueError: there is no such number.
+    That is "reward" (the rules' score) or the name of a number that the reward function returned beside it; raises
+    ValueError if there is none.
     """
     numbers = {"reward": batch.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(batch)
     require_metric(metric, numbers)
