@@ -67,10 +67,7 @@ class ExperienceMaker:
     def make(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None = None) -> Experience:
         """Makes experience of (B,) prompts with the present weights; meta `global_steps` seeds the sampling.
 
-        Calls that do not need each other's results are submitted together and collected afterwards.
-
-        Args:
-            more_prompts: returns further (B,) prompts; dynamic sampling (`algorithm.filter_groups`) needs it.
+        `more_prompts` returns further (B,) prompts, which dynamic sampling (`algorithm.filter_groups`) needs.
         """
         batch, scores, generation_metrics = self.sample(prompts, more_prompts)
         self.groups[Role.Rollout].sleep()
@@ -241,8 +238,7 @@ class ExperienceMaker:
     def correct_rollout(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Compares rollout and trainer as `algorithm.rollout_correction` says: adds `rollout_is_weights` (B R).
 
-        Returns:
-            The tokens that remain of `response_mask`; metrics.
+        Returns the tokens that remain of `response_mask`, and metrics.
         """
         columns, config = batch.batch, self.config.algorithm.rollout_correction
         if config.bypass_mode:

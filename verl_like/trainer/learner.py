@@ -44,10 +44,8 @@ class Learner:
         """Submits the updates on experience of one or more mini-batches; returns at once.
 
         Actor and critic train at the same time on separate pools, one after the other on a shared one. Experience that
-        is given while an update runs is learned from afterwards, in order.
-
-        Raises:
-            ValueError: the rows do not divide into mini-batches, or those by the ranks.
+        is given while an update runs is learned from afterwards, in order. Raises ValueError if the rows do not divide
+        into mini-batches, or those by the ranks.
         """
         self.version += 1
         batch, work, pending = experience.batch, experience.work, []

@@ -12,8 +12,7 @@ def whole_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
 def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
     """Processes per node of each of the two pools of placement=split: half of one node, or half of the nodes.
 
-    Raises:
-        ConfigError: there are no two equal halves.
+    Raises ConfigError if there are no two equal halves.
     """
     _require_positive_integers(nnodes, n_gpus_per_node)
     if nnodes == 1 and n_gpus_per_node % 2 == 0:
