@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto
-from verl_like.single_controller import ClassWithInitArgs, Dispatch, Ordered, Worker, register
+from verl_like.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
 from verl_like.workers.planning.flops import ModelCost
@@ -39,8 +39,9 @@ def group() -> LocalWorkerGroup:
     return LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2)
 
 
-def tokens_of_ranks(group: LocalWorkerGroup, batch: DataProto | Ordered) -> set[int]:
-    return set(group.work(batch).batch["sum"].tolist())
+def tokens_of_ranks(group: LocalWorkerGroup, work: RowWork, batch: DataProto) -> list[int]:
+    """For each row the tokens that its rank got."""
+    return work.submit(group.work, batch).get().batch["sum"].tolist()
 
 
 def test_work_is_counted_with_attention_and_the_head_of_the_response(batch: DataProto):
@@ -50,16 +51,17 @@ def test_work_is_counted_with_attention_and_the_head_of_the_response(batch: Data
 
 
 def test_balanced_ranks_get_equal_work_and_others_their_rows_as_they_come(batch: DataProto, group: LocalWorkerGroup):
-    assert tokens_of_ranks(group, RowWork.of(batch, COST, balance=False).ordered(batch, group.work)) == {18, 16}
-    balanced = RowWork.of(batch, COST, balance=True)
-    assert tokens_of_ranks(group, balanced.ordered(batch, group.work)) == {17}
+    assert tokens_of_ranks(group, RowWork.of(batch, COST, balance=False), batch) == [18] * 4 + [16] * 4
+    assert tokens_of_ranks(group, RowWork.of(batch, COST, balance=True), batch) == [17] * 8
 
 
 def test_an_update_has_the_same_mini_batches_balanced_or_not(batch: DataProto, group: LocalWorkerGroup):
     for balance in (False, True):
-        ordered = RowWork.of(batch, COST, balance=balance).ordered(batch, group.work, num_mini_batch_rows=4)
-        ranks = ordered.order.reshape(2, 2, 2)  # rank, mini-batch, row
+        work = RowWork.of(batch, COST, balance=balance)
+        ranks = work.order(num_ranks=2, num_mini_batch_rows=4).reshape(2, 2, 2)  # rank, mini-batch, row
         assert [sorted(ranks[:, i].flatten().tolist()) for i in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        submitted = work.submit(group.work, batch, num_mini_batch_rows=4).get().batch["sum"]
+        assert submitted[ranks[0].flatten()].tolist() == [sum(LENGTHS[row] for row in ranks[0].flatten())] * 4
     assert np.array(LENGTHS)[ranks].sum(-1).tolist() == [[9, 8], [9, 8]]
 
 
@@ -67,8 +69,8 @@ def test_rows_that_do_not_divide_and_methods_that_take_the_whole_batch_get_it_as
     batch: DataProto, group: LocalWorkerGroup
 ):
     short = batch.rows(0, 7)
-    assert RowWork.of(short, COST, balance=True).ordered(short, group.work) is short
-    assert RowWork.of(batch, COST, balance=True).ordered(batch, group.everything) is batch
+    assert tokens_of_ranks(group, RowWork.of(short, COST, balance=True), short)[:4] == [18] * 4
+    assert RowWork.of(batch, COST, balance=True).submit(group.everything, batch).get() == [8, 8]
 
 
 def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: LocalWorkerGroup):

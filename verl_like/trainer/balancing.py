@@ -28,13 +28,7 @@ class RowWork:
         return cls(tokens_B, cost.forward(tokens_B, scored_B), balance)
 
     def submit(self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None) -> Future[Any]:
-        """Starts a method on the batch, divided as by `ordered`; results are in the batch's own order."""
-        return method.remote(self.ordered(batch, method, num_mini_batch_rows))
-
-    def ordered(
-        self, batch: DataProto, method: BoundMethod, num_mini_batch_rows: int | None = None
-    ) -> DataProto | Ordered:
-        """The batch in the order in which the ranks of a method get it.
+        """Starts a method on the batch, whose rows are divided among its ranks; results are in the batch's own order.
 
         With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, an equal
         share on each of any number of ranks. Without it the batch is one mini-batch, whose rows need not divide by
@@ -42,8 +36,8 @@ class RowWork:
         """
         num_ranks = data_parallel_size(method)
         if num_ranks is None or (num_mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
-            return batch
-        return Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch)))
+            return method.remote(batch)
+        return method.remote(Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch))))
 
     def order(self, num_ranks: int, num_mini_batch_rows: int) -> np.ndarray:
         """(B,) int64: the rows of the first rank, then those of the second, and so on."""

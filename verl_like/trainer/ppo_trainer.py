@@ -173,8 +173,7 @@ class RayPPOTrainer:
 
     def validate(self) -> dict[str, float]:
         """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
-        rows = [self.val_dataset[i] for i in range(len(self.val_dataset))]
-        prompts = self.val_dataset.collate(rows, epoch=0)
+        prompts = self.val_dataset.collate(list(self.val_dataset), epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
