@@ -1,12 +1,15 @@
 """Requests for rollout engines, runs of them, and the log-probabilities of transformers to compare with."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
-from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
+from verl_like.protocol import DataProto
+from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, RolloutError, Sampling
 from verl_like.workers.weight_sync import WeightExport
 
 SAMPLING = Sampling(temperature=0.9, top_k=-1, top_p=1.0, max_tokens=20, stop_token_ids=(1,))
@@ -59,9 +62,29 @@ def run_paused(engine: RolloutEngine, requests: Sequence[GenerationRequest], ste
     completions = dict(each for _ in range(steps) for each in engine.step())
     engine.pause()
     engine.submit(requests[half:])
+    with pytest.raises(RuntimeError, match="is paused"):
+        next(engine.stream())
     assert [engine.step() for _ in range(3)] == [[], [], []]
     engine.resume()
     return completions | dict(each for ended in engine.stream() for each in ended)
+
+
+def run_with_a_response_that_is_refused(
+    engine: RolloutEngine, batch: DataProto, requests: Sequence[GenerationRequest]
+) -> dict[str, Completion]:
+    """A batch that fails, since two responses that end in one step have no log-probabilities; then requests."""
+    step = engine._step
+
+    def step_without_log_probs() -> list[tuple[str, Completion]]:
+        ended = step()
+        return [(name, replace(each, log_probs=[])) for name, each in ended] if len(ended) > 1 else ended
+
+    engine._step = step_without_log_probs
+    with pytest.raises(RolloutError, match=r"The response to row \d \(uid 0-\d\), sample \d has \d+ tokens but log"):
+        engine.generate_sequences(batch)
+    engine._step = step
+    assert not engine._has_work()
+    return run(engine, requests)
 
 
 def run_with_abort(
@@ -93,5 +116,10 @@ def assert_drawn_by(
         start = cache.get_seq_length() if kv == "keep" else 0
         cache = cache if kv == "keep" else DynamicCache()
         logits = models[version_of[t]](text[:, start:end], past_key_values=cache).logits[0, -1]
-        expected = (logits / request.sampling.temperature).log_softmax(-1)[token]
+        logits = logits[None] / request.sampling.temperature
+        if request.sampling.top_k != -1:
+            logits = TopKLogitsWarper(request.sampling.top_k)(text, logits)
+        if request.sampling.top_p < 1:
+            logits = TopPLogitsWarper(request.sampling.top_p)(text, logits)
+        expected = logits.log_softmax(-1)[0, token]
         assert abs(float(expected) - completion.log_probs[t]) < 2e-5, (request.name, t, completion.versions)

@@ -1,5 +1,6 @@
 """Requests one by one to a real vLLM, and weights between its steps; transformers is the reference."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_vllm_rollout import (
     ModelAndFolder,
     call,
     export,
+    prompt_batch,
     rollout_settings,
     scaled,
     start_processes,
@@ -70,6 +72,30 @@ def test_a_response_has_the_same_tokens_however_its_request_comes(
     completions, gone, again = in_engine(process, rollout_requests.run_with_abort, requests, ["b", "f"], 2)
     assert gone == ["b", "f"] and tokens(completions) | tokens(again) == tokens(expected)
     assert set(again) == {"b", "f"}
+
+
+def test_each_request_is_sampled_and_ended_as_it_says(engines: dict[str, Any], model: ModelAndFolder) -> None:
+    call(engines["keep"], "load_weights", export(model[1], 3), 3)
+    sampling = rollout_requests.Sampling(1.3, top_k=9, top_p=0.8, max_tokens=9, stop_token_ids=())
+    until = dataclasses.replace(sampling, top_k=-1, max_tokens=20, stop_token_ids=tuple(range(2, 40)))
+    requests = [*make_requests({name: PROMPTS[name] for name in "abc"}, sampling)]
+    requests += make_requests({f"until {name}": PROMPTS[name] for name in "abc"}, until)
+    completions = in_engine(engines["keep"], rollout_requests.run, requests)
+    for request in requests:
+        assert_drawn_by({3: model[1]}, request, completions[request.name], kv="recompute")
+    assert [len(completions[name].token_ids) for name in "abc"] == [9, 9, 9]
+    ended = [list(completions[f"until {name}"].token_ids) for name in "abc"]
+    assert all(2 <= tokens[-1] < 40 and not any(2 <= token < 40 for token in tokens[:-1]) for tokens in ended)
+
+
+def test_a_refused_response_is_told_and_leaves_nothing_behind(engines: dict[str, Any], model: ModelAndFolder) -> None:
+    call(engines["recompute"], "load_weights", export(model[1], 3), 3)
+    requests = make_requests(PROMPTS)
+    expected = in_engine(engines["recompute"], rollout_requests.run, requests)
+    after = in_engine(
+        engines["recompute"], rollout_requests.run_with_a_response_that_is_refused, prompt_batch(), requests
+    )
+    assert tokens(after) == tokens(expected)
 
 
 def test_the_reference_engine_draws_the_same_tokens(engines: dict[str, Any], model: ModelAndFolder) -> None:

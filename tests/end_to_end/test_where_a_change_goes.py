@@ -100,8 +100,8 @@ ENGINE = '''
 import dataclasses
 from collections.abc import Sequence
 
-from verl_like.workers.rollout import GenerationRequest
 from verl_like.workers.rollout.hf_engine import HfEngine
+from verl_like.workers.rollout.request import GenerationRequest
 
 
 class EqualEngine(HfEngine):

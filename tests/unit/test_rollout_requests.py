@@ -1,5 +1,6 @@
 """Requests one by one to a rollout engine, and weights between them, shown on the small reference engine."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +72,6 @@ def test_a_response_has_the_same_tokens_however_its_request_comes(model: ModelAn
 
 
 def test_each_request_is_sampled_as_it_says(model: ModelAndFolder) -> None:
-    import dataclasses
-
     greedy = dataclasses.replace(SAMPLING, temperature=0.0, max_tokens=4, stop_token_ids=())
     requests = [*make_requests({"sampled": [10, 11]}), *make_requests({"greedy": [10, 11]}, greedy)]
     completions = run(make_engine(model), requests)
@@ -112,6 +111,18 @@ def test_kept_and_recomputed_keys_give_different_log_probabilities(
     assert abs(kept.log_probs[2] - recomputed.log_probs[2]) > 1e-4
 
 
+def test_a_paused_engine_takes_new_weights_and_stays_paused(model: ModelAndFolder, changed: LlamaForCausalLM) -> None:
+    engine, requests = make_engine(model), make_requests({"a": PROMPTS["a"]})
+    engine.submit(requests)
+    engine.step()
+    engine.pause()
+    engine.load_weights(export(changed, 5), 5)
+    assert engine.step() == []
+    engine.resume()
+    ((_, completion),) = [each for ended in engine.stream() for each in ended]
+    assert [span[:2] for span in completion.versions] == [(3, 0), (5, 1)]
+
+
 def test_aborted_requests_leave_and_the_others_do_not_notice(model: ModelAndFolder) -> None:
     requests = make_requests(PROMPTS)
     expected = tokens(run(make_engine(model), requests))
@@ -126,11 +137,24 @@ def test_requests_that_cannot_be_served_are_refused_and_none_of_them_is_taken_in
     for wrong, message in (
         ({"x": [1] * 7}, "The prompt of x has 7 tokens, but 1 to rollout.prompt_length=6"),
         ({"x": []}, "The prompt of x has 0 tokens"),
+        ({"x": [5, 68]}, "The prompt of x has tokens outside of the vocabulary of 68"),
+        ({"x": [-1]}, "The prompt of x has tokens outside"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(make_requests({"a": [10]} | wrong))
     with pytest.raises(ValueError, match="A request named a is in flight"):
         engine.submit(make_requests({"a": [10]}) * 2)
+    too_long = dataclasses.replace(SAMPLING, max_tokens=21)
+    with pytest.raises(ValueError, match=r"a asks for 21 tokens, .* rollout.response_length=20"):
+        engine.submit(make_requests({"a": [10]}, too_long))
+    for wrong_sampling in ({"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}):
+        with pytest.raises(ValueError, match="cannot be drawn from"):
+            dataclasses.replace(SAMPLING, **wrong_sampling)
+    submit, engine._submit = engine._submit, lambda requests: (submit(requests[:1]), 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.submit(make_requests({"a": [10], "b": [10]}))
+    engine._submit = submit
+    assert not engine._has_work()
     assert list(engine.stream()) == []
     engine.submit(make_requests({"a": [10]}))
     with pytest.raises(ValueError, match="A request named a is in flight"):

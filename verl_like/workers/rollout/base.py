@@ -132,22 +132,40 @@ class RolloutEngine(ABC):
 
         Raises:
             RuntimeError: no weights were loaded.
-            ValueError: an empty or over-long prompt, or the name of a request in flight; none of them is taken in.
+            ValueError: an empty or over-long prompt, tokens outside of the vocabulary, a longer response than the
+                engine has room for, or the name of a request in flight; none of the requests is taken in.
         """
         self._require_weights()
-        limit, names = self.config.prompt_length, set(self._in_flight)
+        names = set(self._in_flight)
         for request in requests:
-            if not 0 < len(request.prompt_ids) <= limit:
-                raise ValueError(
-                    f"The prompt of {request.name} has {len(request.prompt_ids)} tokens, but 1 to "
-                    f"rollout.prompt_length={limit} are allowed; filter or truncate the dataset, or raise "
-                    "data.max_prompt_length."
-                )
+            self._check_request(request)
             if request.name in names:
                 raise ValueError(f"A request named {request.name} is in flight; give every request a name of its own.")
             names.add(request.name)
-        self._submit(requests)
         self._in_flight |= {request.name: request for request in requests}
+        try:
+            self._submit(requests)
+        except Exception:
+            self.abort(request.name for request in requests)
+            raise
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        prompt_ids, limit = request.prompt_ids, self.config.prompt_length
+        if not 0 < len(prompt_ids) <= limit:
+            raise ValueError(
+                f"The prompt of {request.name} has {len(prompt_ids)} tokens, but 1 to rollout.prompt_length={limit} "
+                "are allowed; filter or truncate the dataset, or raise data.max_prompt_length."
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
+            raise ValueError(
+                f"The prompt of {request.name} has tokens outside of the vocabulary of {self._vocab_size}: "
+                f"{list(prompt_ids)}; use the tokenizer of the model."
+            )
+        if request.sampling.max_tokens > self.config.response_length:
+            raise ValueError(
+                f"{request.name} asks for {request.sampling.max_tokens} tokens, but the engine has room for "
+                f"rollout.response_length={self.config.response_length}; raise data.max_response_length."
+            )
 
     def step(self) -> list[tuple[str, Completion]]:
         """Computes the next token of every request that the engine has room for; returns those that ended, by name.
@@ -157,7 +175,7 @@ class RolloutEngine(ABC):
         Raises:
             RuntimeError: no weights, since the last ones did not arrive.
             RolloutError: the engine lost a request, or returned something that is not 1 to R known tokens with finite
-                log-probabilities.
+                log-probabilities. What else ended in this step is gone too.
         """
         if self._is_paused or not self._in_flight:
             return []
@@ -165,14 +183,20 @@ class RolloutEngine(ABC):
         if not self._has_work():
             raise RolloutError(f"The rollout engine lost {len(self._in_flight)} requests: {list(self._in_flight)[:5]}.")
         finished = self._step()
-        for name, completion in finished:
-            sampling = self._in_flight.pop(name).sampling
-            check_completion(completion, f"The response to {name}", sampling, vocab_size=self._vocab_size)
+        requests = [self._in_flight.pop(name) for name, _ in finished]
+        for request, (name, completion) in zip(requests, finished, strict=True):
+            check_completion(completion, f"The response to {name}", request.sampling, vocab_size=self._vocab_size)
         return finished
 
     def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
-        """Steps until nothing is in flight; yields what ended in each step, which is nothing while it is paused."""
+        """Steps until nothing is in flight; yields what ended in each step.
+
+        Raises:
+            RuntimeError: the engine is paused, so nothing would ever end.
+        """
         while self._in_flight:
+            if self._is_paused:
+                raise RuntimeError("The rollout engine is paused; resume it first.")
             yield self.step()
 
     def abort(self, names: Iterable[str]) -> list[str]:
@@ -256,7 +280,7 @@ class RolloutEngine(ABC):
         is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
         real_rows = [row for row, is_pad in enumerate(is_pad_B.tolist()) if not is_pad]
         reported_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
-        completions = yield from self._generate(requests, reported_uids)
+        completions = yield from self._run_batch(requests, reported_uids)
         num_cached = sum(completions[row, k].num_cached_tokens for row in real_rows for k in range(n))
         num_prompt_tokens = n * sum(len(token_lists[row]) for row in real_rows)
         output = assemble(
@@ -269,7 +293,7 @@ class RolloutEngine(ABC):
         output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
         return output
 
-    def _generate(
+    def _run_batch(
         self, requests: Mapping[tuple[int, int], GenerationRequest], reported_uids: Mapping[int, str]
     ) -> Generator[list[FinishedSample], None, dict[tuple[int, int], Completion]]:
         """Computes requests, by row and sample; yields those that ended of the rows in `reported_uids`, returns all."""
@@ -289,7 +313,7 @@ class RolloutEngine(ABC):
                     yield finished
                     finished, last_yield = [], time.monotonic()
         finally:  # a call that fails or is closed early leaves no request to the next one
-            self.abort(list(self._in_flight))
+            self.abort(keys)
         return {key: completions[key] for key in requests}
 
     def _require_weights(self) -> None:
@@ -307,8 +331,8 @@ class RolloutEngine(ABC):
             version, fingerprint (hexadecimal), num_bytes, seconds.
 
         Raises:
-            WeightSyncError: the exports are stale or incomplete, or the engine ended up with other weights. It then
-                refuses to generate until a later `load_weights` succeeds.
+            WeightSyncError: the exports are stale or incomplete, and the engine goes on with the weights it has; or it
+                ended up with other weights, and refuses to generate until a later `load_weights` succeeds.
         """
         start = time.perf_counter()
         if version < self._newest_version:

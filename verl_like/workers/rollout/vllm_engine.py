@@ -33,8 +33,6 @@ class VllmEngine(RolloutEngine):
                 "rollout role processes of its own."
             )
         self._asleep = False
-        self._vllm_names: dict[str, str] = {}
-        """Of the requests in flight; vLLM names them anew."""
         self._num_loads = 0
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
@@ -179,19 +177,18 @@ class VllmEngine(RolloutEngine):
             if self.config.kv_after_update == "keep":
                 prompt["cache_salt"] = str(self._num_loads)  # blocks of other weights are not found
             parameters = _sampling_params(request.sampling, request.seed)
-            self._vllm_names[request.name] = self.llm.llm_engine.add_request(request.name, prompt, parameters)
+            self.llm.llm_engine.add_request(request.name, prompt, parameters)
 
     def _step(self) -> list[tuple[str, Completion]]:
         finished = [request for request in self.llm.llm_engine.step() if request.finished]
-        for request in finished:
-            del self._vllm_names[request.request_id]
         return [(request.request_id, _completion(request)) for request in finished]
 
     def _has_work(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
 
     def _abort(self, names: Collection[str]) -> None:
-        self.llm.llm_engine.abort_request([self._vllm_names.pop(name) for name in names], internal=True)
+        for name in names:  # of several at once vLLM frees the blocks in an order that differs between processes
+            self.llm.llm_engine.abort_request([name])
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         if self._asleep:
@@ -206,8 +203,8 @@ class VllmEngine(RolloutEngine):
             engine.reset_prefix_cache(reset_running_requests=True)
             return
         # A request without a token yet has the old salt, by which it would find blocks of the old weights.
-        states = engine.output_processor.request_states
-        queued = [name for name, vllm_name in self._vllm_names.items() if states[vllm_name].is_prefilling]
+        states = engine.output_processor.request_states.values()
+        queued = [state.external_req_id for state in states if state.is_prefilling]
         self._abort(queued)
         self._submit([self._in_flight[name] for name in queued])
 
