@@ -196,9 +196,7 @@ def test_columns_of_several_megabytes_keep_their_values(dtype):
     rows = (torch.arange(1024)[:, None] % 250).repeat(1, 5000).to(dtype)
     data = DataProto.from_dict({"x": rows})
     assert torch.equal(DataProto.concat(data.chunk(2)).batch["x"], rows)
-    order = torch.arange(1024).flip(0)
-    assert torch.equal(data.select_idxs(order).batch["x"], rows.flip(0))
-    assert torch.equal(DataProto.concat([data.slice(0, 300), data.slice(300)], order).batch["x"], rows.flip(0))
+    assert torch.equal(data.select_idxs(torch.arange(1024).flip(0)).batch["x"], rows.flip(0))
 
 
 @law

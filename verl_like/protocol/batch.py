@@ -51,7 +51,7 @@ class Batch:
             if not isinstance(array, np.ndarray) or array.ndim == 0:
                 raise ValueError(
                     f"DataProto.non_tensor_batch[{name!r}] is a {type(array).__name__}, not an array with rows; "
-                    "use DataProto.from_dict(non_tensors=...), which converts lists."
+                    "give an array or, to DataProto.from_dict(non_tensors=...), a list with one element per row."
                 )
         wrong = {name: array.shape[0] for name, array in self.non_tensor_batch.items() if array.shape[0] != len(self)}
         if wrong:

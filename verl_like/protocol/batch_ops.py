@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from verl_like.protocol.columns import PAD_COLUMN
 from verl_like.protocol.dataproto import DataProto
 from verl_like.protocol.merge import names
-from verl_like.protocol.row_ops import copy_column, is_jagged
+from verl_like.protocol.row_ops import is_jagged
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -79,6 +79,4 @@ def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, .
     """Copy with the first `old_dims` dimensions of every column replaced by `new_dims`."""
     if jagged := [name for name, column in data.columns().items() if is_jagged(column)]:
         raise ValueError(f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first.")
-    return data.map_columns(
-        new_dims[0], lambda column: copy_column(column).reshape(*new_dims, *column.shape[old_dims:])
-    )
+    return data.slice().map_columns(new_dims[0], lambda column: column.reshape(*new_dims, *column.shape[old_dims:]))

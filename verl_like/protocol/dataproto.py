@@ -22,7 +22,6 @@ from verl_like.protocol.merge import (
 from verl_like.protocol.row_ops import (
     RowIndices,
     check_tensor_column,
-    copy_column,
     is_jagged,
     jagged_parts,
     object_array,
@@ -66,28 +65,18 @@ class DataProto(Batch):
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
             batch = TensorDict(dict(tensors), batch_size=[next(iter(sizes.values()))])
-        arrays = {}
-        for name, value in (non_tensors or {}).items():
-            if not isinstance(value, (np.ndarray, list, tuple)):
-                raise ValueError(
-                    f"from_dict: non_tensors[{name!r}] is a {type(value).__name__}; pass an array or a list "
-                    "with one element per row."
-                )
-            arrays[name] = value if isinstance(value, np.ndarray) else object_array(value)
+        arrays = {
+            name: object_array(value) if isinstance(value, (list, tuple)) else cast(np.ndarray, value)
+            for name, value in (non_tensors or {}).items()
+        }
         return DataProto(batch, arrays, meta_info or {})
 
     @staticmethod
     def from_single_dict(data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> "DataProto":
         """Tensors go to `batch`, NumPy arrays to `non_tensor_batch`; anything else raises ValueError."""
-        for name, value in data.items():
-            if not isinstance(value, torch.Tensor | np.ndarray):
-                raise ValueError(
-                    f"from_single_dict: {name!r} is a {type(value).__name__}, neither a tensor nor a NumPy array; "
-                    "use from_dict(non_tensors=...) for lists."
-                )
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {name: value for name, value in data.items() if name not in tensors}
-        return DataProto.from_dict(tensors, arrays, meta_info)
+        return DataProto(DataProto.from_dict(tensors).batch, arrays, meta_info or {})
 
     # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -119,11 +108,7 @@ class DataProto(Batch):
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Copy of the rows start:end:step, with Python's rules for slices."""
-        selected = range(*slice(start, end, step).indices(len(self)))
-        if selected.step == 1:
-            stop = max(selected.start, selected.stop)
-            return self.map_columns(len(selected), lambda column: copy_column(view_rows(column, selected.start, stop)))
-        return self.select_idxs(list(selected))
+        return self.select_idxs(list(range(len(self))[start:end:step]))
 
     def rows(self, start: int, stop: int) -> "DataProto":
         """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use `slice`."""
@@ -181,9 +166,8 @@ class DataProto(Batch):
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
 
     @staticmethod
-    def concat(data: Sequence["DataProto"], order: torch.Tensor | None = None) -> "DataProto":
-        """The rows of all parts, one part after the other. With `order` (B,) int64, a permutation, row i of the
-        parts becomes row order[i] of the result. A part without rows adds only its meta_info.
+    def concat(data: Sequence["DataProto"]) -> "DataProto":
+        """The rows of all parts, one part after the other. A part without rows adds only its meta_info.
 
         meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into lists, anything else
         must be equal wherever it is present. Raises ValueError for an empty list, and for columns or meta_info that
@@ -197,8 +181,8 @@ class DataProto(Batch):
         filled = [part for part in data if len(part)]
         if not filled:
             filled = ([part for part in data if part.columns()] or list(data))[:1]
-        tensors = concat_parts("batch", [part.tensors() for part in filled], order)
-        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled], order)
+        tensors = concat_parts("batch", [part.tensors() for part in filled])
+        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
         return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
 
     def make_iterator(
@@ -302,14 +286,10 @@ class DataProto(Batch):
         What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing" are joined name by
         name. Raises ValueError naming the key that differs, or when the numbers of rows differ.
         """
-        self.check_consistency()
-        other.check_consistency()
         if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
         batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = batches[0].copy() if batches else None
-        if len(batches) == 2:
-            batch = union_tensor_dict(*batches)
+        batch = union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
@@ -91,9 +90,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def concat_parts(place: str, parts: Sequence[Mapping[str, Any]], order: torch.Tensor | None = None) -> dict[str, Any]:
-    """Every column of `parts` concatenated by rows, as by `concat_columns`; ValueError unless all parts have the same,
-    matching columns."""
+def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same, matching columns."""
     for index, part in enumerate(parts):
         differing = part.keys() ^ parts[0].keys()
         if differing:
@@ -101,7 +99,7 @@ def concat_parts(place: str, parts: Sequence[Mapping[str, Any]], order: torch.Te
                 f"concat: {names(differing)} in {place} not in all parts (compare the non-empty parts 0 and {index}); "
                 "select or pop the same columns in every part."
             )
-    return {name: concat_columns(name, [part[name] for part in parts], order) for name in parts[0]}
+    return {name: concat_columns(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def _short(value: Any) -> str:

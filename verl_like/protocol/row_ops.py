@@ -64,10 +64,6 @@ def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
     )
 
 
-def copy_column(column: ColumnData) -> ColumnData:
-    return column.clone() if isinstance(column, torch.Tensor) else column.copy()
-
-
 def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
     """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in 0..num_rows-1.
 
@@ -107,12 +103,8 @@ def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
     return jagged_from_lengths(values[shift + torch.arange(len(shift), device=shift.device)], lengths)
 
 
-def concat_columns(name: str, parts: Sequence[Any], order: torch.Tensor | None = None) -> ColumnData:
-    """Rows of all parts in new memory, one part after the other; with `order` (a permutation, int64 on CPU) row i of
-    them becomes row order[i].
-
-    Raises ValueError naming the column when the parts do not match.
-    """
+def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
+    """Rows of all parts in new memory, one part after the other. ValueError naming the column if they do not match."""
     signatures = [_signature(part) for part in parts]
     for index, signature in enumerate(signatures):
         if signature != signatures[0]:
@@ -120,21 +112,13 @@ def concat_columns(name: str, parts: Sequence[Any], order: torch.Tensor | None =
                 f"concat: column {name!r} is {signatures[0]} in part 0 but {signature} in part {index}; "
                 "give every part the same type and width (pad to a common width, or use a jagged column)."
             )
-    if order is not None and isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
-        result = _empty(parts[0], len(order))
-        for rows, part in zip(order.to(result.device).split([len(part) for part in parts]), parts, strict=True):
-            result[rows] = part.detach()
-        return result
     if isinstance(parts[0], np.ndarray):
-        joined: ColumnData = np.concatenate(parts, axis=0)
-    elif parts[0].is_nested:
+        return np.concatenate(parts, axis=0)
+    if parts[0].is_nested:
         pairs = [jagged_parts(part) for part in parts]
-        joined = jagged_from_lengths(
-            torch.cat([values for values, _ in pairs]), torch.cat([offsets.diff() for _, offsets in pairs])
-        )
-    else:
-        joined = torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
-    return joined if order is None else take_rows(joined, order.argsort())
+        lengths = torch.cat([offsets.diff() for _, offsets in pairs])
+        return jagged_from_lengths(torch.cat([values for values, _ in pairs]), lengths)
+    return torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
 
 
 def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -92,9 +92,9 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, torch.Tensor):
         wire = to_wire(value)
         return {"tensor": encode_all((wire.array, wire.dtype, wire.offsets))}
-    if isinstance(value, np.generic) and _is_stored_as_is(value.dtype):
+    if isinstance(value, np.generic):
         return {"scalar": _encode(np.asarray(value), place, arrays)}
-    if isinstance(value, np.ndarray) and _is_stored_as_is(value.dtype):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative and value.itemsize <= 8:
         name = str(len(arrays))
         arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
         return {"array": name}
@@ -105,10 +105,6 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         f"save_to_disk: {place} is a {kind}, which a file without pickle cannot hold; turn it into numbers, text, "
         "lists, dicts, arrays or tensors, or pop it first."
     )
-
-
-def _is_stored_as_is(dtype: np.dtype) -> bool:
-    return dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8
 
 
 def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.shard import BatchShard, Splittable
@@ -136,8 +135,8 @@ def collect_batch(group: Any, outputs: list[Any], order: np.ndarray | None = Non
                 f"rank {rank} of {group.role} returned {type(output).__name__}, but this dispatch mode concatenates "
                 "DataProtos: return one, or register the method with DP_COMPUTE_METRIC (a list of per-rank results)"
             )
-    has_rows = any(len(output) for output in outputs)
-    return DataProto.concat(outputs, torch.from_numpy(order) if order is not None and has_rows else None)
+    joined = DataProto.concat(outputs)
+    return joined if order is None or len(joined) == 0 else joined.select_idxs(order.argsort())
 
 
 def all_ranks(group: WorkerGroupLike) -> list[int]:

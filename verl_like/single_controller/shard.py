@@ -79,8 +79,7 @@ class BatchShard:
     ordered: bool = False
 
     def resolve(self, fetch: Fetch) -> ResolvedShard:
-        """Fetch only the parts that hold this shard's rows; contiguous rows of one part stay a view, others are
-        copied once."""
+        """Fetch only the parts that hold this shard's rows, see `gather_rows`."""
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
@@ -143,7 +142,7 @@ def gather_rows(
     """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
 
     `fetch` is called once, with the numbers of the parts that hold these rows, and returns the parts. Contiguous rows
-    of one part are a view, others are copied once.
+    of one part are a view, others are copies.
     """
     starts = np.cumsum([0, *sizes])
     owner = np.searchsorted(starts[1:], row_numbers, side="right")
@@ -156,8 +155,8 @@ def gather_rows(
         order.append(places)
     if len(taken) == 1:
         return taken[0]
-    whole_order = np.concatenate(order)
-    return DataProto.concat(taken, None if _is_range(whole_order) else torch.from_numpy(whole_order))
+    joined, whole_order = DataProto.concat(taken), np.concatenate(order)
+    return joined if _is_range(whole_order) else joined.select_idxs(whole_order.argsort())
 
 
 def _is_range(numbers: np.ndarray) -> bool:
