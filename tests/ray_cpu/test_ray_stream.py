@@ -10,8 +10,7 @@ import torch
 from toy_workers import ToyWorker
 
 from verl_like.protocol import DataProto
-from verl_like.single_controller import CallTimeout, WorkerDied, WorkerError
-from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller import CallEvent, CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs

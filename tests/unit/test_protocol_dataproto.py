@@ -101,7 +101,7 @@ def test_an_integer_gives_an_item_with_the_row_and_iteration_ends():
     assert item.batch["ids"].tolist() == [4, 5] and item.batch["ragged"].tolist() == [0, 1]
     assert item.non_tensor_batch == {"uid": "0-2"} and item.meta_info == {"temperature": 1.0}
     assert [row.non_tensor_batch["uid"] for row in data] == ["0-0", "0-1", "0-2"]
-    with pytest.raises(IndexError, match="row 3 of a DataProto with 3 rows"):
+    with pytest.raises(IndexError, match=r"indices 3\.\.3 are outside the 3 rows"):
         data[3]
     with pytest.raises(TypeError, match="not str"):
         data["ids"]

@@ -4,8 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_like.protocol import DataProto, Metric, Part
-from verl_like.single_controller.call import CallHeader
+from verl_like.protocol import CallHeader, DataProto, Metric, Part
 from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack, pack_batch, unpack
 from verl_like.single_controller.shard import BatchShard
 

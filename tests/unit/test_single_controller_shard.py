@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_like.protocol import DataProto, Part
-from verl_like.single_controller import CallHeader, Ordered
+from verl_like.protocol import CallHeader, DataProto, Part
+from verl_like.single_controller import Ordered
 from verl_like.single_controller.shard import BatchShard, split_order
 
 

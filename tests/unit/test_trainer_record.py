@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller import CallEvent
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.console import RunConsole

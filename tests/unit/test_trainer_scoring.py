@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from verl_like.protocol import DataProto, metric_values
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
-from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller import CallEvent
 from verl_like.trainer.scoring import PendingScores, RuleScorer, _merged
 from verl_like.workers.rollout import FinishedSample
 

@@ -65,9 +65,6 @@ class Batch:
             return self.batch.batch_size[0]
         return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
 
-    def __repr__(self) -> str:
-        return self.get_data_info()
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns by name, as a new dict; empty if there is no `batch`."""
         return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
@@ -125,6 +122,8 @@ class Batch:
         lines += [f"  meta_info[{name!r}]: {type(value).__name__}" for name, value in self.meta_info.items()]
         lines[0] += f", {total / 2**20:.2f} MiB"
         return "\n".join(lines)
+
+    __repr__ = get_data_info
 
     def __getstate__(self) -> State:
         """Tensors are views in NumPy arrays, which pickle protocol 5 passes on out of band, without a copy."""

@@ -22,8 +22,6 @@ from verl_like.protocol.merge import (
 from verl_like.protocol.row_ops import (
     RowIndices,
     check_tensor_column,
-    is_jagged,
-    jagged_parts,
     object_array,
     row_indices,
     take_rows,
@@ -87,9 +85,9 @@ class DataProto(Batch):
     def __getitem__(self, index: Any) -> Any:
         """A row as DataProtoItem for an integer, else a DataProto of copied rows."""
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"row {index} of a DataProto with {len(self)} rows")
-            return self._item(int(index) % len(self))
+            row = self.select_idxs([int(index)])
+            batch = None if row.batch is None else row.batch[0]
+            return DataProtoItem(batch, {name: a[0] for name, a in row.non_tensor_batch.items()}, row.meta_info)
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
@@ -97,14 +95,6 @@ class DataProto(Batch):
         raise TypeError(
             f"DataProto is indexed by an int, a slice, a list, an array or a tensor, not {type(index).__name__}."
         )
-
-    def _item(self, row: int) -> DataProtoItem:
-        data = self.slice(row, row + 1)
-        batch = None
-        if data.batch is not None:
-            row_tensors = {name: jagged_parts(t)[0] if is_jagged(t) else t[0] for name, t in data.tensors().items()}
-            batch = TensorDict(row_tensors, batch_size=[], device=data.batch.device)
-        return DataProtoItem(batch, {name: a[0] for name, a in data.non_tensor_batch.items()}, data.meta_info)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Copy of the rows start:end:step, with Python's rules for slices."""

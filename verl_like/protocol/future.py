@@ -12,12 +12,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's result as references of the backend.
+class CallHeader:
+    """What a rank sends beside its result: the result's number of rows, 0 unless it is a batch, and the method's start
+    and end in `time.time()` on the worker."""
 
-    `header` resolves to a small object whose `.num_rows` is the number of rows of the payload; `payload` to the
-    DataProto.
-    """
+    num_rows: int
+    started: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's result, `payload`, and its CallHeader: the values, or references of the backend to them."""
 
     header: Any
     payload: Any
@@ -89,5 +95,9 @@ class DataProtoFuture(Future[DataProto]):
     def __init__(
         self, call: PendingCall, collect: Callable[[list[Any]], DataProto], order: np.ndarray | None = None
     ) -> None:
-        super().__init__(call, collect)
+        def collect_in_order(outputs: list[Any]) -> DataProto:
+            data = collect(outputs)
+            return data if order is None or len(data) == 0 else data.select_idxs(order.argsort())
+
+        super().__init__(call, collect_in_order)
         self.order = order

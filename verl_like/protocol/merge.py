@@ -67,8 +67,7 @@ def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> 
 
 
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """meta_info of a concatenation: "metrics" merged by `merge_metrics`, "timing" into lists by name, anything else
-    equal wherever it is present, else ValueError naming the key."""
+    """meta_info of a concatenation, see `DataProto.concat`."""
     merged: dict[str, Any] = {}
     for index, part in enumerate(parts):
         for key, value in part.items():

@@ -1,6 +1,5 @@
 """Calls from one controller to groups of workers. Backends: verl_like.single_controller.ray and .local."""
 
-from verl_like.single_controller.call import CallEvent, CallHeader
 from verl_like.single_controller.decorator import Execute, register
 from verl_like.single_controller.dispatch import (
     Dispatch,
@@ -12,11 +11,10 @@ from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerE
 from verl_like.single_controller.resource_pool import ResourcePool
 from verl_like.single_controller.shard import Ordered
 from verl_like.single_controller.worker import Worker
-from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from verl_like.single_controller.worker_group import CallEvent, ClassWithInitArgs, WorkerGroup
 
 __all__ = [
     "CallEvent",
-    "CallHeader",
     "CallTimeout",
     "ClassWithInitArgs",
     "Dispatch",

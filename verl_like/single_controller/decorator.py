@@ -31,16 +31,11 @@ class MethodSpec:
 
     name: str
     dispatch_mode: DispatchMode
-    execute_mode: Execute
     blocking: bool
     reads: tuple[str, ...] | None
     writes: tuple[str, ...] | None
     streams: bool = False
     """The method is a generator: what it yields reaches the caller while it runs."""
-
-    @property
-    def only_rank_zero(self) -> bool:
-        return self.execute_mode is Execute.RANK_ZERO or self.dispatch_mode.only_rank_zero
 
     @property
     def read_columns(self) -> tuple[str, ...] | None:
@@ -70,7 +65,11 @@ def register(
     Raises:
         ValueError: a combination that cannot work, when the class is defined.
     """
-    mode = _as_dispatch_mode(dispatch_mode)
+    mode = dispatch_mode
+    if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):
+        mode = DispatchMode(**{"name": "custom", **mode})
+    if not isinstance(mode, DispatchMode):
+        raise ValueError(f"dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got {mode!r}")
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, got {execute_mode!r}")
     whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
@@ -79,6 +78,7 @@ def register(
             f"{mode.name} splits its arguments over all ranks, so it cannot run with Execute.RANK_ZERO: "
             "use Dispatch.RANK_ZERO, or Execute.ALL"
         )
+    mode = mode if execute_mode is Execute.ALL else Dispatch.RANK_ZERO  # on one rank these modes are the same
 
     def decorate(method: _Method) -> _Method:
         if inspect.isasyncgenfunction(method):
@@ -86,7 +86,6 @@ def register(
         spec = MethodSpec(
             name=method.__name__,
             dispatch_mode=mode,
-            execute_mode=execute_mode,
             blocking=blocking,
             reads=_as_names("reads", method, reads),
             writes=_as_names("writes", method, writes),
@@ -131,14 +130,6 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
     missing = [name for name in spec.writes if not name.endswith("?") and name not in present]
     if missing:
         raise ValueError(f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}")
-
-
-def _as_dispatch_mode(mode: DispatchMode | dict[str, Any]) -> DispatchMode:
-    if isinstance(mode, DispatchMode):
-        return mode
-    if not isinstance(mode, dict) or not {"dispatch_fn", "collect_fn"} <= set(mode):
-        raise ValueError(f"dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got {mode!r}")
-    return DispatchMode(**{"name": "custom", **mode})
 
 
 def _as_names(argument: str, method: Callable[..., Any], names: Sequence[str] | None) -> tuple[str, ...] | None:

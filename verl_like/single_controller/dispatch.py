@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from verl_like.protocol import DataProto
 from verl_like.single_controller.shard import BatchShard, Splittable
 
@@ -56,15 +54,13 @@ class DispatchMode:
     """A named pair of dispatch and collect function.
 
     `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the ranks that hold it,
-    and makes the future of a call a DataProtoFuture. Their collect function takes, as `order`, which row of the batch
-    each row of these ranks is. In other modes all ranks are collected.
+    and makes the future of a call a DataProtoFuture. In other modes all ranks are collected.
     """
 
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     collect_ranks: Callable[[WorkerGroupLike], list[int]] | None = None
-    only_rank_zero: bool = False
 
 
 class PerRank:
@@ -128,15 +124,14 @@ def collect_rank_zero(group: Any, outputs: list[Any]) -> Any:
     return outputs[0]
 
 
-def collect_batch(group: Any, outputs: list[Any], order: np.ndarray | None = None) -> DataProto:
+def collect_batch(group: Any, outputs: list[Any]) -> DataProto:
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
             raise ValueError(
                 f"rank {rank} of {group.role} returned {type(output).__name__}, but this dispatch mode concatenates "
                 "DataProtos: return one, or register the method with DP_COMPUTE_METRIC (a list of per-rank results)"
             )
-    joined = DataProto.concat(outputs)
-    return joined if order is None or len(joined) == 0 else joined.select_idxs(order.argsort())
+    return DataProto.concat(outputs)
 
 
 def all_ranks(group: WorkerGroupLike) -> list[int]:
@@ -167,7 +162,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
 class Dispatch:
     """The dispatch modes; `register_dispatch_mode` adds to them."""
 
-    RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_rank_zero, only_rank_zero=True)
+    RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_rank_zero)
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list)
     ALL_TO_ALL = DispatchMode("ALL_TO_ALL", dispatch_each(unwrap_per_rank), collect_list)
     DP_COMPUTE = DispatchMode("DP_COMPUTE", dispatch_each(one_element_per_rank), collect_list)

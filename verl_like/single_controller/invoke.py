@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from verl_like.protocol import PAD_COLUMN, DataProto
-from verl_like.single_controller.call import CallHeader
+from verl_like.protocol import PAD_COLUMN, CallHeader, DataProto
 from verl_like.single_controller.decorator import MethodSpec, check_reads, check_writes, registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from verl_like.plugins import import_plugins
-from verl_like.protocol import DataProto, DataProtoFuture, Future, Part, PendingCall
-from verl_like.single_controller.call import CallEvent, CallHeader, OnCall
-from verl_like.single_controller.decorator import Execute, MethodSpec, check_reads, registered_methods
-from verl_like.single_controller.dispatch import Dispatch, Mesh, PerRank, all_ranks, collect_rank_zero
+from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
+from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
+from verl_like.single_controller.dispatch import Dispatch, DispatchMode, Mesh, PerRank, all_ranks
 from verl_like.single_controller.shard import (
     BatchShard,
     ForwardedFuture,
@@ -25,6 +24,21 @@ from verl_like.single_controller.shard import (
     split_order,
 )
 from verl_like.single_controller.worker import Worker
+
+
+@dataclass(frozen=True)
+class CallEvent:
+    """One finished call on one rank, for the timeline."""
+
+    pool: str
+    role: str
+    method: str
+    rank: int
+    started: float
+    finished: float
+
+
+OnCall = Callable[[CallEvent], None]
 
 
 class ClassWithInitArgs:
@@ -90,7 +104,7 @@ class WorkerGroup(abc.ABC):
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a registered method by its name on every rank, whatever its dispatch mode: arguments as in
         Dispatch.ALL_TO_ALL; the future's value is the list of results, by rank. Raises ValueError for other names."""
-        return self._method(method_name, Execute.ALL).remote(*args, **kwargs)
+        return self._method(method_name, Dispatch.ALL_TO_ALL).remote(*args, **kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The results of `execute_all_async`."""
@@ -98,18 +112,17 @@ class WorkerGroup(abc.ABC):
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Like `execute_all_async`, on rank 0 alone; the future's value is its result."""
-        return self._method(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
+        return self._method(method_name, Dispatch.RANK_ZERO).remote(*args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The result of `execute_rank_zero`."""
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
 
-    def _method(self, name: str, execute_mode: Execute) -> BoundMethod:
+    def _method(self, name: str, mode: DispatchMode) -> BoundMethod:
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")
-        spec = replace(bound.spec, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=execute_mode)
-        return BoundMethod(self, spec, bound.method)
+        return BoundMethod(self, replace(bound.spec, dispatch_mode=mode), bound.method)
 
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
         """`count` shards of equally many rows; a DataProto is put into the backend's store once."""
@@ -123,12 +136,11 @@ class WorkerGroup(abc.ABC):
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
-        if order is None or len(order) == 0:
-            return [BatchShard(tuple(parts), index, count) for index in range(count)]
-        return [
-            BatchShard(tuple(parts), index, count, None, rows, len(order), isinstance(data, Ordered))
-            for index, rows in enumerate(split_order(order, count))
-        ]
+        shard = BatchShard(tuple(parts), 0, count, ordered=isinstance(data, Ordered))
+        if order is None:
+            return [replace(shard, index=index) for index in range(count)]
+        slices = enumerate(split_order(order, count))
+        return [replace(shard, index=index, row_numbers=rows, num_batch_rows=len(order)) for index, rows in slices]
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The coordinates that the ranks registered, asked for once."""
@@ -177,12 +189,12 @@ class BoundMethod:
             )
             for rank_args, rank_kwargs in self._dispatch(args, kwargs)
         ]
-        mode, facts = spec.dispatch_mode, WorkerGroupFacts(group.role, group.world_size)
+        mode = spec.dispatch_mode
+        collect = functools.partial(mode.collect_fn, WorkerGroupFacts(group.role, group.world_size))
         if mode.collect_ranks is not None:
-            collect = functools.partial(mode.collect_fn, facts, **({} if order is None else {"order": order}))
             return DataProtoFuture(group.submit(spec, calls, mode.collect_ranks(group)), collect, order)
-        ranks, collect_fn = ([0], collect_rank_zero) if spec.only_rank_zero else (all_ranks(group), mode.collect_fn)
-        return Future(group.submit(spec, calls, ranks), functools.partial(collect_fn, facts))
+        ranks = [0] if mode is Dispatch.RANK_ZERO else all_ranks(group)
+        return Future(group.submit(spec, calls, ranks), collect)
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
         """Raise ValueError for batches that the method cannot take. Returns the order of an Ordered batch, or None."""
@@ -210,7 +222,7 @@ class BoundMethod:
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
         """The arguments of each rank that runs."""
         group, spec = self.group, self.spec
-        if spec.only_rank_zero:
+        if spec.dispatch_mode is Dispatch.RANK_ZERO:
             if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
                 raise ValueError(f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL")
             return [(list(args), kwargs)]

@@ -12,7 +12,7 @@ from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Metric
 from verl_like.rewards.manager import RewardManager, RewardSample
-from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.roles import Role

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from typing import Any, TextIO
 
-from verl_like.single_controller.call import CallEvent
+from verl_like.single_controller import CallEvent
 from verl_like.trainer.display import Display
 
 NUM_SHOWN_STEPS = 3

@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from verl_like.protocol import DataProto, Part, PendingCall
-from verl_like.single_controller.call import CallHeader, OnCall
+from verl_like.protocol import CallHeader, DataProto, Part, PendingCall
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.worker import rank_environment, reserve_port
-from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
 
 
 class LocalWorkerGroup(WorkerGroup):

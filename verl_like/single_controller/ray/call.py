@@ -10,8 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from verl_like.protocol import Part, PendingCall
-from verl_like.single_controller.call import CallHeader
+from verl_like.protocol import CallHeader, Part, PendingCall
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.message import fetch, unpack
 from verl_like.single_controller.ray.process_handles import READY_S, ProcessHandles
@@ -27,13 +26,10 @@ class UnreportedCalls:
     def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
         self.role, self.report = role, report
         self._calls: dict[Any, tuple[str, int]] = {}  # header reference -> (method, rank)
-        self._waited_for: set[Any] = set()  # a failure is raised by the wait, so it is not logged
+        self.waited_for: set[Any] = set()  # headers; a failure is raised by the wait, so it is not logged
 
     def add(self, method: str, headers: Sequence[Any]) -> None:
         self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}
-
-    def wait_for(self, headers: Sequence[Any]) -> None:
-        self._waited_for.update(headers)
 
     def report_finished(self, known: dict[Any, CallHeader]) -> None:
         """Report the calls that have finished, also those whose futures nobody waits for; `known` headers are not
@@ -46,9 +42,9 @@ class UnreportedCalls:
                 self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
             except RayError as error:
                 method, _ = self._calls.pop(reference)
-                if reference not in self._waited_for:
+                if reference not in self.waited_for:
                     _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
-        self._waited_for &= self._calls.keys()
+        self.waited_for &= self._calls.keys()
 
     def _report(self, reference: Any, header: CallHeader) -> None:
         if reference in self._calls:
@@ -77,7 +73,7 @@ class RayCall(_CallOnRanks):
     def wait(self, timeout: float | None) -> list[Any]:
         timeout = self.deadline_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        self.unreported.wait_for(self.headers)
+        self.unreported.waited_for.update(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
         collected = [self.payloads[rank] for rank in self.collect_ranks]
         try:

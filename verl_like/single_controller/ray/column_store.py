@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import write_count
@@ -17,7 +17,6 @@ from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, p
 
 @dataclass(frozen=True)
 class _Column:
-    tensor: weakref.ref[torch.Tensor]
     write_count: int
     segment: Any  # reference to a list of packed columns
     index: int
@@ -33,7 +32,7 @@ class ColumnStore:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[int, _Column] = {}  # by id(tensor)
+        self._columns = WeakTensorKeyDictionary()  # a _Column by the tensor's identity
         self._ray = ""
 
     def put(self, data: DataProto) -> StoredBatch:
@@ -59,21 +58,13 @@ class ColumnStore:
         return StoredBatch(segments, locations, ray.put(rest) if data.non_tensor_batch else rest)
 
     def _find(self, tensor: torch.Tensor) -> _Column | None:
-        column = self._columns.get(id(tensor))
-        known = column is not None and column.tensor() is tensor and column.write_count == write_count(tensor)
-        return column if known else None
+        column: _Column | None = self._columns.get(tensor)
+        return column if column is not None and column.write_count == write_count(tensor) else None
 
     def _remember(self, tensor: torch.Tensor, segment: Any, index: int) -> _Column:
-        key = id(tensor)
-
-        def forget(reference: weakref.ref[torch.Tensor]) -> None:
-            column = self._columns.get(key)
-            if column is not None and column.tensor is reference:  # else the id is already another tensor's
-                del self._columns[key]
-
-        column = _Column(weakref.ref(tensor, forget), write_count(tensor), segment, index)
+        column = _Column(write_count(tensor), segment, index)
         if column.write_count >= 0:  # what has no counter is not remembered
-            self._columns[key] = column
+            self._columns[tensor] = column
         return column
 
 

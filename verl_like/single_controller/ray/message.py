@@ -14,9 +14,8 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from verl_like.protocol import DataProto, Part
+from verl_like.protocol import CallHeader, DataProto, Part
 from verl_like.protocol.wire import WireTensor
-from verl_like.single_controller.call import CallHeader
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard
 

@@ -22,12 +22,11 @@ class RayResourcePool(ResourcePool):
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first worker group starts.
 
     Args:
-        process_on_nodes: processes per node entry; all processes of an entry are on one node. Ranks count entry by
-            entry. Uneven pools such as [8, 4] are fine.
+        process_on_nodes: see `ResourcePool`; all processes of an entry are on one node.
         use_gpu: one GPU per process; otherwise CPUs only.
         name_prefix: the pool's name in messages and in Ray.
-        max_colocate_count: how many worker groups may hold the pool at a time, each with its own processes; a bundle
-            has that many CPUs, and each group takes one CPU and 1/max_colocate_count of the GPU.
+        max_colocate_count: see `ResourcePool`; each group has its own processes. A bundle has that many CPUs, and each
+            group takes one CPU and 1/max_colocate_count of the GPU.
     """
 
     def __init__(
@@ -51,24 +50,11 @@ class RayResourcePool(ResourcePool):
         return [{kind: v * n for kind, v in self.bundle_resources().items()} for n in self.process_on_nodes]
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
-        """One placement group per node entry, reserved on the first call.
-
-        Raises PlacementError with a table of requested against available resources if they cannot be had in time.
-        """
+        """One placement group per node entry, reserved on the first call, which raises what `reserve` raises."""
         if self._placement_groups is None:
             reserve([self], timeout_s)
         assert self._placement_groups is not None
         return self._placement_groups
-
-    def placement_group(self, index: int, node: str) -> PlacementGroup:
-        """Ask Ray for the bundles of one node entry on the node of that id."""
-        num_processes = self.process_on_nodes[index]
-        return placement_group(
-            bundles=[self.bundle_resources()] * num_processes,
-            strategy="STRICT_PACK",
-            name=f"{self.name}:{index}",
-            bundle_label_selector=[{"ray.io/node-id": node}] * num_processes,
-        )
 
     def take(self) -> list[Bundle]:
         """Each rank's bundle, for one more worker group. Raises ValueError if max_colocate_count groups hold them."""
@@ -101,11 +87,17 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     """
     requests = {pool.name: pool.node_requests() for pool in pools}
     nodes = iter(wait_for_nodes(requests, timeout_s))
-    # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a larger one.
-    groups = {
-        pool.name: [pool.placement_group(index, next(nodes)) for index in range(len(pool.process_on_nodes))]
-        for pool in pools
-    }
+    groups: dict[str, list[PlacementGroup]] = {pool.name: [] for pool in pools}
+    for pool in pools:
+        for index, num_processes in enumerate(pool.process_on_nodes):
+            group = placement_group(
+                bundles=[pool.bundle_resources()] * num_processes,
+                strategy="STRICT_PACK",
+                name=f"{pool.name}:{index}",
+                # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a larger one.
+                bundle_label_selector=[{"ray.io/node-id": next(nodes)}] * num_processes,
+            )
+            groups[pool.name].append(group)
     everything = [group for its_groups in groups.values() for group in its_groups]
     try:
         ray.get([group.ready() for group in everything], timeout=timeout_s)

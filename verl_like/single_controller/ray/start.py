@@ -37,9 +37,8 @@ def require_cluster(address: str) -> None:
             if address == "auto":  # as ray.init does: other addresses are not sent this machine's token unasked
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             host, _, port = found.rpartition(":")
-            socket.create_connection(
-                (host.strip("[]"), int(port)), ANSWER_DEADLINE_S
-            ).close()  # fails at once if nothing listens
+            # Fails at once if nothing listens.
+            socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE_S).close()
             GcsClient(address=found)
             answer.put(None)
         except Exception as error:  # whatever it is, it is why there is no answer

@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl_like.protocol import DataProto, Part, PendingCall
-from verl_like.single_controller.call import CallHeader, OnCall
+from verl_like.protocol import CallHeader, DataProto, Part, PendingCall
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.ray.call import RayCall, RayStream, UnreportedCalls
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
 from verl_like.single_controller.ray.message import pack
 from verl_like.single_controller.ray.process_handles import ProcessHandles
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
-from verl_like.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
 
 RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 
 
-class ColocatedClassWithInitArgs:
+def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> dict[str, ClassWithInitArgs]:
     """One process per rank that holds a worker of each role; their calls run one at a time.
 
     `RayWorkerGroup.spawn` gives a group for each role.
     """
-
-    def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
-        if not class_dict:
-            raise ValueError("create_colocated_worker_cls needs at least one role")
-        self.class_dict = dict(class_dict)
+    if not class_dict:
+        raise ValueError("create_colocated_worker_cls needs at least one role")
+    return class_dict
 
 
-# verl's names; the second is there for the class without ray.remote, which is none here.
-create_colocated_worker_cls = create_colocated_worker_raw_cls = ColocatedClassWithInitArgs
+create_colocated_worker_raw_cls = create_colocated_worker_cls  # in verl the class without ray.remote, none here
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -54,7 +50,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: ClassWithInitArgs | ColocatedClassWithInitArgs,
+        ray_cls_with_init: ClassWithInitArgs | dict[str, ClassWithInitArgs],
         *,
         role: str = "worker",
         name_prefix: str | None = None,
@@ -62,11 +58,8 @@ class RayWorkerGroup(WorkerGroup):
         deadline_s: float = 3600.0,
         on_call: OnCall | None = None,
     ) -> None:
-        if isinstance(ray_cls_with_init, ColocatedClassWithInitArgs):
-            classes = ray_cls_with_init.class_dict
-            role = "+".join(classes)
-        else:
-            classes = {role: ray_cls_with_init}
+        classes = ray_cls_with_init if isinstance(ray_cls_with_init, dict) else {role: ray_cls_with_init}
+        role = "+".join(classes)
         processes = ProcessHandles(role, resource_pool, classes, name_prefix, worker_env or {})
         self._attach(processes, {name: cls.cls for name, cls in classes.items()}, role, deadline_s, on_call)
 
@@ -122,7 +115,6 @@ class RayWorkerGroup(WorkerGroup):
         return RayStream(references, *call) if spec.streams else RayCall(references, *call)
 
     def report_finished_calls(self) -> None:
-        """Report the finished calls to `on_call`, also those whose futures nobody waits for."""
         self._unreported.report_finished({})
 
     def shutdown(self) -> None:
