@@ -13,7 +13,7 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.experience_maker import Experience, Weights
+from verl_like.trainer.experience_maker import Experience, Generated, Weights
 from verl_like.trainer.learner import Learner
 
 SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
@@ -33,7 +33,8 @@ def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
     for group in groups.values():
         group.init_model()
     # Two of the batch's four prompts a mini-batch, with two responses each.
-    return Learner(**groups, num_actor_mini_batch_rows=4, num_critic_mini_batch_rows=4, critic_warmup=critic_warmup)
+    sizes = {"num_actor_mini_batch_rows": 4, "num_critic_mini_batch_rows": 4}
+    return Learner(**groups, **sizes, critic_warmup=critic_warmup, max_staleness=1)
 
 
 def experience_of(trainer: LocalTrainer, batch: DataProto) -> Experience:
@@ -91,13 +92,13 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
 ):
     made: list[Experience] = []
     with local_trainer(tmp_path / "run", tiny_llama, *SETTINGS) as trainer:
-        make = trainer.maker.make
+        complete = trainer.maker.complete
 
-        def make_and_keep(prompts: DataProto, more_prompts: Callable) -> Experience:
-            made.append(make(prompts, more_prompts))
+        def complete_and_keep(generated: Generated) -> Experience:
+            made.append(complete(generated))
             return made[-1]
 
-        trainer.maker.make = make_and_keep
+        trainer.maker.complete = complete_and_keep
         learner = learner_alone(trainer)
         for step in (1, 2):
             trainer.global_step = step
@@ -124,6 +125,10 @@ def test_experience_that_comes_in_parts_trains_as_the_whole_does(trainer: LocalT
     assert fingerprint(weights) == fingerprint(whole.export_weights()) != start
     # A call of `learn` is a training step, whatever the number of its mini-batches.
     assert (whole.version, parts.version, weights.version) == (1, 2, 2)
+    assert [update.get()["training/staleness/max"].value for update in updates] == [0, 1]
+    with pytest.raises(AssertionError):
+        parts.learn(experience)  # 2 versions old
+    assert parts.version == 2
 
 
 def test_the_critics_warm_up_leaves_the_actor_as_it_is_but_numbers_its_weights(

@@ -361,6 +361,17 @@ def test_warm_up_is_given_once():
     assert "both set the warm-up" in refusal(f"{optim}.lr_warmup_steps=5", f"{optim}.lr_warmup_steps_ratio=0.1")
 
 
+def test_generation_ahead_needs_a_pool_of_its_own_and_a_correction():
+    corrected = "algorithm.rollout_correction.rollout_is=token"
+    own_pool = ["+resource_pool_spec.rollout_pool=[2]", "role_mapping.rollout=rollout_pool"]
+    assert small("trainer.pipeline_depth=1", corrected, *own_pool).trainer.pipeline_depth == 1
+    assert small("trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true", *own_pool)
+    shared = refusal("trainer.pipeline_depth=1", corrected)
+    assert "actor, critic and rollout share the pool global_pool" in shared and "rollout_is=token" not in shared
+    assert "weights one version older drew" in refusal("trainer.pipeline_depth=1", *own_pool)
+    refusal("trainer.pipeline_depth=2", corrected, *own_pool)
+
+
 def test_critic_warm_up_needs_a_critic_and_ends_before_the_run():
     grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     assert "has no critic" in refusal(*grpo, "trainer.critic_warmup=1")

@@ -43,7 +43,7 @@ def scored_batch(uids, skipped=(), extra=None):
 class ScriptedMaker(ExperienceMaker):
     """Generates and scores by the table above."""
 
-    def generate_with_baselines(self, prompts):
+    def generate_with_baselines(self, prompts, generation=None):
         uids = prompts.non_tensor_batch["uid"].tolist()
         assert prompts.meta_info == {"global_steps": 7}
         batch = scored_batch(uids)

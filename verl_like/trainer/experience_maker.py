@@ -69,8 +69,17 @@ class ExperienceMaker:
 
         `more_prompts` returns further (B,) prompts, which dynamic sampling (`algorithm.filter_groups`) needs.
         """
-        batch, scores, generation_metrics = self.sample(prompts, more_prompts)
-        self.groups[Role.Rollout].sleep()
+        return self.complete(self.sample(prompts, more_prompts))
+
+    def begin(self, prompts: DataProto) -> Future[DataProto]:
+        """Has the responses to (B,) prompts generated with the present weights; returns at once."""
+        return self.groups[Role.Rollout].generate_sequences.remote(prompts)
+
+    def complete(self, generated: Generated) -> Experience:
+        """Makes experience of what `sample` returned."""
+        batch, scores, generation_metrics = generated
+        if not self.config.trainer.pipeline_depth:
+            self.groups[Role.Rollout].sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
         pending: list[Any] = []
@@ -123,7 +132,12 @@ class ExperienceMaker:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
         self.groups[Role.Rollout].load_weights(weights.exported, version=weights.version)
 
-    def sample(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None) -> Generated:
+    def sample(
+        self,
+        prompts: DataProto,
+        more_prompts: Callable[[], DataProto] | None,
+        generation: Future[DataProto] | None = None,
+    ) -> Generated:
         """The responses to train on, as `generate` returns them, or with their rule rewards after dynamic sampling.
 
         Dynamic sampling (DAPO, arXiv:2503.14476) keeps only prompts whose responses differ in the metric. It generates
@@ -132,14 +146,14 @@ class ExperienceMaker:
         """
         options, n = self.config.algorithm.filter_groups, self.config.actor_rollout_ref.rollout.n
         if not options.enable:
-            return self.generate_with_baselines(prompts)
+            return self.generate_with_baselines(prompts, generation)
         assert more_prompts, "dynamic sampling replaces prompts by others"
         num_rows, meta_info = len(prompts) * n, prompts.meta_info
         differing: list[DataProto] = []
         equal: list[DataProto] = []
         metrics: list[dict[str, Metric]] = []
         while True:
-            batch, scores, generation_metrics = self.generate_with_baselines(prompts)
+            batch, scores, generation_metrics = self.generate_with_baselines(prompts, generation)
             assert scores, "only rules score before the whole batch is there"
             batch, scoring_metrics = self.collect(batch, [scores.complete(batch)])
             differs_B = groups_differ(batch, options.metric)
@@ -149,7 +163,7 @@ class ExperienceMaker:
             num_differing = sum(map(len, differing))
             if num_differing >= num_rows or len(differing) == options.max_num_gen_batches:
                 break
-            prompts = more_prompts()
+            prompts, generation = more_prompts(), None
             prompts.meta_info |= meta_info
         batch = DataProto.concat([*differing, *equal])[:num_rows]
         counts = {
@@ -160,26 +174,27 @@ class ExperienceMaker:
         }
         return batch, None, merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
 
-    def generate_with_baselines(self, prompts: DataProto) -> Generated:
+    def generate_with_baselines(self, prompts: DataProto, generation: Future[DataProto] | None = None) -> Generated:
         """What `generate` returns, with the column `reward_baselines` where the estimator needs it."""
         n = self.config.actor_rollout_ref.rollout.n
         if "reward_baselines" not in self.config.estimator_needs:
-            return self.generate(prompts, n)
+            return self.generate(prompts, n, generation)
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
         # NaN: without a greedy reward there is no baseline.
         rewards_B = rewards_B.masked_fill(answered.batch.get("is_skipped", torch.tensor(False)), torch.nan)
-        batch, scores, metrics = self.generate(prompts, n)
+        batch, scores, metrics = self.generate(prompts, n, generation)
         batch.batch["reward_baselines"] = rewards_B.repeat_interleave(n)
         return batch, scores, metrics
 
-    def generate(self, prompts: DataProto, num_samples: int) -> Generated:
+    def generate(self, prompts: DataProto, num_samples: int, generation: Future[DataProto] | None = None) -> Generated:
         """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
 
-        Rules already score responses that are complete while others are still generated.
+        Rules already score responses that are complete while others are still generated. `generation` is what `begin`
+        returned for the prompts.
         """
-        generation = self.groups[Role.Rollout].generate_sequences.remote(prompts)
+        generation = generation or self.begin(prompts)
         scores = PendingScores(self.rule_scorer, prompts, num_samples) if self.rule_scorer else None
         for finished in generation.stream():
             if scores:

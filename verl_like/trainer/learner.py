@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_like.protocol import Future, Metric, merge_metrics
+import numpy as np
+
+from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.roles import Role
@@ -16,12 +18,12 @@ class Update:
     """The updates of one training step, which may still be running."""
 
     pending: Sequence[Future[Any]]
-    balance: dict[str, Metric]
-    """How evenly the ranks of the actor's update are loaded."""
+    metrics: dict[str, Metric]
+    """What is known before they end: how evenly the actor's ranks are loaded, and how old the responses are."""
 
     def get(self) -> dict[str, Metric]:
-        """Waits for the updates; returns their metrics and `balance`."""
-        return merge_metrics([self.balance, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
+        """Waits for the updates; returns their metrics and `metrics`."""
+        return merge_metrics([self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
 
 
 @dataclass(kw_only=True)
@@ -38,6 +40,8 @@ class Learner:
     num_critic_mini_batch_rows: int
     critic_warmup: int
     """First training steps that leave the actor as it is."""
+    max_staleness: int
+    """Most training steps between the weights that drew a token and those that are trained on it."""
     version: int = 0
 
     def learn(self, experience: Experience) -> Update:
@@ -47,13 +51,24 @@ class Learner:
         is given while an update runs is learned from afterwards, in order. Raises ValueError if the rows do not divide
         into mini-batches, or those by the ranks.
         """
-        self.version += 1
         batch, work, pending = experience.batch, experience.work, []
+        metrics = work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows) | self.staleness(batch)
+        self.version += 1
         if self.critic:
             pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
         if self.version > self.critic_warmup:
             pending.append(work.submit(self.actor.update_actor, batch, self.num_actor_mini_batch_rows))
-        return Update(pending, work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows))
+        return Update(pending, metrics)
+
+    def staleness(self, batch: DataProto) -> dict[str, Metric]:
+        """Training steps between the oldest token of each response and the weights that are trained on it."""
+        oldest = [min(version for version, _, _ in spans) for spans in batch.non_tensor_batch["policy_version"]]
+        staleness_B = self.version - np.array(oldest)
+        assert staleness_B.min() >= 0 and staleness_B.max() <= self.max_staleness, (staleness_B, self.max_staleness)
+        return {
+            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=len(batch)),
+            "training/staleness/max": Metric.max(staleness_B.max()),
+        }
 
     def export_weights(self) -> Weights:
         """The actor's weights after all updates submitted so far; returns at once."""

@@ -17,7 +17,7 @@ from verl_like.single_controller.ray.worker_group import (
 )
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.experience_maker import ExperienceMaker, Weights
+from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weights
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.ppo_display import generation_of_row
@@ -58,6 +58,8 @@ class RayPPOTrainer:
         self.global_step = 0
         self.num_prompt_batches = 0
         """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
+        self.generated: Generated | None = None
+        """The responses of the next step, with `trainer.pipeline_depth=1`."""
         self.groups: dict[str, WorkerGroup] = {}
         self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
 
@@ -101,6 +103,7 @@ class RayPPOTrainer:
             num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
             num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
             critic_warmup=config.trainer.critic_warmup,
+            max_staleness=config.trainer.pipeline_depth,
         )
 
     def start_groups(self) -> dict[str, WorkerGroup]:
@@ -127,12 +130,14 @@ class RayPPOTrainer:
             with self.recorder.validation():
                 metrics = self.validate()
             self.recorder.log_validation(metrics)
+        upcoming: DataProto | None = None
         while self.global_step < total_steps:
-            epoch, _ = self.sampler.batch(self.num_prompt_batches)
             self.global_step += 1
-            with self.recorder.step(self.global_step, epoch, total_steps) as log:
-                log(self.step(self.next_prompts()))
+            prompts = upcoming or self.next_prompts()
+            with self.recorder.step(self.global_step, prompts.meta_info["epoch"], total_steps) as log:
                 is_last = self.global_step == total_steps
+                upcoming = self.next_prompts() if trainer.pipeline_depth and not is_last else None
+                log(self.step(prompts, upcoming))
                 if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
                         log(self.validate())
@@ -144,21 +149,32 @@ class RayPPOTrainer:
         """The next batch of prompts."""
         epoch, rows = self.sampler.batch(self.num_prompt_batches)
         self.num_prompt_batches += 1
-        return self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
+        prompts = self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
+        prompts.meta_info["epoch"] = epoch
+        return prompts
 
-    def step(self, prompts: DataProto) -> dict[str, float]:
+    def step(self, prompts: DataProto, upcoming: DataProto | None = None) -> dict[str, float]:
         """One PPO iteration over (B,) prompts; returns the step's metrics.
 
         Calls that do not need each other's results are submitted together and collected afterwards: on pools of
         their own they overlap, on a shared pool they queue, and the numbers are the same.
+
+        `upcoming` are the prompts of the next step where `trainer.pipeline_depth` is 1. Responses to them are generated
+        meanwhile, with the weights that this step starts from.
         """
         prompts.meta_info["global_steps"] = self.global_step
-        experience = self.maker.make(prompts, self.next_prompts)
+        generated = self.generated or self.maker.sample(prompts, self.next_prompts)
+        if upcoming:
+            upcoming.meta_info["global_steps"] = self.global_step + 1
+            generation = self.maker.begin(upcoming)  # submitted: the rest of this step runs meanwhile
+        experience = self.maker.complete(generated)
         update = self.learner.learn(experience)  # submitted: critic and actor overlap on pools of their own
         weights = self.learner.export_weights()  # submitted, behind the actor's update
         # The driver's own work that nothing waits for is done while the updates run.
         data = self.config.data
-        metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length), update.get()]
+        metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)]
+        self.generated = self.maker.sample(upcoming, self.next_prompts, generation) if upcoming else None
+        metrics.append(update.get())
         with self.recorder.timer("update_weights"):
             self.load_weights(weights)
         return metric_values(merge_metrics([experience.metrics, *metrics]))

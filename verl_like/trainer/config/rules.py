@@ -234,6 +234,24 @@ def bypass_leaves_out_nothing_that_is_needed(config: PPOConfig) -> Iterator[str]
         )
 
 
+def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Iterator[str]:
+    if not config.trainer.pipeline_depth:
+        return
+    pool, correction = config.role_mapping.get(Role.Rollout), config.algorithm.rollout_correction
+    sharing = [role for role in config.active_roles if role != Role.Rollout and config.role_mapping.get(role) == pool]
+    if sharing:
+        yield (
+            f"trainer.pipeline_depth=1 generates while other roles compute, but {', '.join(sharing)} and rollout share "
+            f"the pool {pool}; give rollout a pool of its own, e.g. +resource_pool_spec.rollout_pool=[1] "
+            "role_mapping.rollout=rollout_pool"
+        )
+    if not (correction.rollout_is or correction.bypass_mode):
+        yield (
+            "trainer.pipeline_depth=1 trains on responses that weights one version older drew, and nothing accounts "
+            "for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+        )
+
+
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if warmup and not config.needs_critic:
@@ -267,6 +285,7 @@ OTHER_RULES = (
     the_overlong_buffer_lies_within_the_response,
     the_estimator_reads_the_sum_that_a_penalty_is_in,
     bypass_leaves_out_nothing_that_is_needed,
+    generation_ahead_has_its_own_pool_and_a_correction,
     critic_warmup_leaves_steps_for_the_actor,
     reward_settings_have_a_model_or_a_function,
     loggers_are_named_once,

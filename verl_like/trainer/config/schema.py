@@ -167,6 +167,9 @@ class TrainerConfig(RecordConfig):
     """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay the same."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated; the actor's schedule counts the others."""
+    pipeline_depth: Annotated[int, Field(ge=0, le=1)] = 0
+    """Steps that generation runs ahead: with 1 the next responses are generated while this step trains, with weights
+    one version older. The rollout then needs a pool of its own."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
     call_timeout_s: Seconds = 3600.0
