@@ -381,7 +381,7 @@ def test_critic_warm_up_needs_a_critic_and_ends_before_the_run():
 def test_several_greedy_validation_responses_are_refused():
     values = "actor_rollout_ref.rollout.val_kwargs"
     assert "all the same" in refusal(f"{values}.n=4")
-    assert small(f"{values}.n=4", f"{values}.temperature=0.6").actor_rollout_ref.rollout.val_kwargs.do_sample
+    assert small(f"{values}.n=4", f"{values}.temperature=0.6").actor_rollout_ref.rollout.val_kwargs.n == 4
 
 
 def test_reward_settings_without_effect_are_refused():

@@ -2,12 +2,12 @@
 
 import pytest
 
-from verl_like.workers.config.engine import ActorOptimConfig
+from verl_like.workers.config.engine import OptimConfig
 from verl_like.workers.engine.optimizer import learning_rate
 
 
 def rates(steps, total_steps=None, **settings):
-    return [learning_rate(step, ActorOptimConfig(lr=2.0, **settings), total_steps) for step in steps]
+    return [learning_rate(step, OptimConfig(lr=2.0, **settings), total_steps) for step in steps]
 
 
 def test_warm_up_rises_linearly_and_its_first_step_already_learns():

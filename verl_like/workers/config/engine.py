@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,17 +22,12 @@ class FsdpConfig(ConfigModel):
 class ForwardFsdpConfig(FsdpConfig):
     """A model that is only run forward is stored in its computing data type and sharded over all ranks."""
 
+    fsdp_size: ClassVar[int] = -1
+    reshard_after_forward: ClassVar[bool] = True
+
     @property
     def model_dtype(self) -> str:
         return self.dtype
-
-    @property
-    def fsdp_size(self) -> int:
-        return -1
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        return True
 
 
 class TrainedFsdpConfig(FsdpConfig):
@@ -60,7 +55,7 @@ class TrainedFsdpConfig(FsdpConfig):
 class OptimConfig(ConfigModel):
     """AdamW and its learning-rate schedule."""
 
-    lr: NonNegativeFloat
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
@@ -79,13 +74,6 @@ class OptimConfig(ConfigModel):
                 "set the warm-up; give one of them (lr_warmup_steps=-1 or lr_warmup_steps_ratio=0 switches one off)"
             )
         return self
-
-
-class ActorOptimConfig(OptimConfig):
-    """AdamW for the actor."""
-
-    lr: NonNegativeFloat = 1e-6
-    """Peak learning rate."""
 
 
 class CriticOptimConfig(OptimConfig):

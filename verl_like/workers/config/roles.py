@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, OpenConfigModel, PositiveInt
-from verl_like.workers.config.engine import ActorOptimConfig, CriticOptimConfig, ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.engine import CriticOptimConfig, ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
 from verl_like.workers.config.rollout import LogProbConfig, RolloutConfig
 
@@ -66,7 +66,7 @@ class ActorConfig(OpenConfigModel):
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    optim: ActorOptimConfig = ActorOptimConfig()
+    optim: OptimConfig = OptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from verl_like.workers.config.models import RolloutDtype
 
 
 class SamplingConfig(ConfigModel):
-    """How responses are sampled in validation."""
+    """How responses are sampled."""
 
     temperature: NonNegativeFloat = 0.0
     """Softmax temperature; 0 decodes greedily."""
@@ -22,14 +22,9 @@ class SamplingConfig(ConfigModel):
     n: PositiveInt = 1
     """Responses per prompt."""
 
-    @property
-    def do_sample(self) -> bool:
-        """Whether responses are sampled rather than decoded greedily."""
-        return self.temperature > 0
-
     @model_validator(mode="after")
     def several_responses_are_sampled(self) -> SamplingConfig:
-        if self.n > 1 and not self.do_sample:
+        if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n={self.n} greedy responses to one prompt are all the same; set temperature > 0 or n=1")
         return self
 
@@ -47,7 +42,7 @@ class LogProbConfig(ConfigModel):
     """Most tokens, without padding, of such a pass on one rank."""
 
 
-class RolloutConfig(LogProbConfig):
+class RolloutConfig(LogProbConfig, SamplingConfig):
     """The engine that generates responses."""
 
     name: str = "vllm"
@@ -58,10 +53,6 @@ class RolloutConfig(LogProbConfig):
     """Longest response in tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature; log-probabilities everywhere are taken at the same temperature."""
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    """Sample among the k most likely tokens; -1 means all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the most likely tokens that hold this share of the probability."""
     n: PositiveInt = 1
     """Responses per prompt; GRPO needs at least 2."""
     ignore_eos: bool = False

@@ -1,22 +1,28 @@
 """The trained models: a Hugging Face backbone over packed sequences, and a head that reads only the scored tokens."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from verl_like.workers.models.linear_log_prob import linear_log_prob
 from verl_like.workers.models.packing import PackedBatch
 
 # Legend: N tokens without padding, M scored tokens, S sequences, D hidden size.
 
-_UNSUPPORTED_LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_soft_cap")
-
 
 class PackedModel(nn.Module):
     """A Hugging Face model with its head taken off: `hidden_states` runs the backbone over a packed batch."""
+
+    auto_class: ClassVar[Any]
+    """transformers' class that loads it."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -33,13 +39,15 @@ class PackedModel(nn.Module):
                 cu_seqlens=packed.cu_seqlens,
                 # Not as a list: compiled layers would be compiled again for every other number of sequences.
                 sequence_lengths=torch.tensor(packed.sequence_lengths),
-                sequence_parallel=packed.share and packed.share.exchange,
+                sequence_parallel=packed.exchange,
             )
         return outputs.last_hidden_state[0]
 
 
 class PolicyModel(PackedModel):
     """Log-probability of each response token, and more of its distribution; the full logits never exist."""
+
+    auto_class = AutoModelForCausalLM
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
@@ -48,16 +56,7 @@ class PolicyModel(PackedModel):
     def forward(
         self, packed: PackedBatch, temperature: float, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Scores the response tokens under softmax(logits / temperature).
-
-        Args:
-            packed: N tokens, M of them scored.
-            temperature: the sampling temperature of the rollout, > 0.
-            with_entropy: see `linear_log_prob`, which computes what is returned.
-            with_sum_pi_squared: likewise.
-
-        Returns:
-            (M,) float32 each: log-probabilities, and what is asked for.
+        """(M,) float32 each: what `linear_log_prob` computes for the response tokens at the rollout's temperature.
 
         Raises:
             ValueError: temperature not positive.
@@ -85,7 +84,7 @@ def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     head, config = hf.get_output_embeddings(), hf.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"The head of {type(hf).__name__} is {head}; only one matrix without a bias is supported.")
-    unsupported = list(_UNSUPPORTED_LOGIT_CHANGES)
+    unsupported = ["lm_head_multiplier", "output_multiplier", "logits_soft_cap"]
     if config.model_type == "hyperclovax":  # multiplies by what all others divide by
         unsupported.append("logits_scaling")
     found = {name: getattr(config, name, None) for name in unsupported}
@@ -98,18 +97,19 @@ def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
 class ValueModel(PackedModel):
     """The value of the state before each response token."""
 
+    auto_class = AutoModelForTokenClassification
+
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
+        values = self.hf.get_submodule("score")(self.hidden_states(packed)[packed.scored])
         # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place operation.
-        return (
-            self.hf.get_submodule("score")(self.hidden_states(packed)[packed.scored])
-            .squeeze(-1)
-            .to(torch.float32, copy=True)
-        )
+        return values.squeeze(-1).to(torch.float32, copy=True)
 
 
 class RewardModel(PackedModel):
     """One score a sequence, read at its last token."""
+
+    auto_class = AutoModelForSequenceClassification
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(S,) float32."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from verl_like.workers.models.sequence_exchange import SequenceExchange, SequenceShare
+from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 # Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
 # S sequences.
@@ -33,13 +33,17 @@ class PackedBatch:
     """(M,) int64, the response tokens themselves."""
     response_mask: torch.Tensor
     """(B, R) bool, where in the padded rows the M scored tokens lie."""
-    share: SequenceShare | None = None
-    """Under sequence parallelism, which part this is: tokens and scored tokens are then this rank's alone."""
+    exchange: SequenceExchange | None = None
+    """The ranks that share the batch; tokens and scored tokens are then this rank's alone, m of the M."""
+    scored_before: int = 0
+    """Scored tokens on the ranks before this one."""
+    num_scored: int = 0
+    """M, where ranks share the batch."""
 
     def unpack(self, scored_values: torch.Tensor) -> torch.Tensor:
         """(M,) -> (B, R) float32, zero outside the response mask; differentiable; a share's values are gathered."""
-        if self.share is not None:
-            scored_values = self.share.gather(scored_values)
+        if self.exchange is not None:
+            scored_values = self.exchange.gather(scored_values, self.scored_before, self.num_scored)
         padded = torch.zeros(self.response_mask.shape, dtype=torch.float32, device=scored_values.device)
         return padded.masked_scatter(self.response_mask, scored_values.float())
 
@@ -67,7 +71,9 @@ class PackedBatch:
             sequence_lengths=sequence_lengths,
             scored=self.scored[first:last] - tokens.start,
             labels=self.labels[first:last],
-            share=SequenceShare(exchange, first, len(self.scored)),
+            exchange=exchange,
+            scored_before=first,
+            num_scored=len(self.scored),
         )
 
 

@@ -6,7 +6,6 @@ same rows and compute the same loss, and each differentiates its own tokens: the
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,20 +56,14 @@ class SequenceExchange:
         received = _Exchange.apply(output[0].unflatten(0, (self.size, -1)), self.group)  # (s, n, H / s, D)
         return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
-
-@dataclass(frozen=True)
-class SequenceShare:
-    """One rank's part of the scored tokens of a packed batch."""
-
-    exchange: SequenceExchange
-    before: int
-    """Scored tokens on the ranks before this one."""
-    total: int
-    """M."""
-
-    def gather(self, values_m: torch.Tensor) -> torch.Tensor:
-        """(M,): the values of the scored tokens of all ranks; a rank's gradient is that of its own values."""
-        return _GatherValues.apply(values_m, self.before, self.total, self.exchange.group)
+    def gather(self, values_m: torch.Tensor, before: int, total: int) -> torch.Tensor:
+        """(M,), M = `total`: the scored tokens' values on all ranks, of which `before` are on those before this one."""
+        own = slice(before, before + len(values_m))
+        gathered_M = values_m.new_zeros(total)
+        gathered_M[own] = values_m.detach()
+        dist.all_reduce(gathered_M, group=self.group)
+        gathered_M[own] = values_m  # with its graph: each rank differentiates its own share of the common loss
+        return gathered_M
 
 
 class _Exchange(torch.autograd.Function):
@@ -87,19 +80,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Exchange.apply(gradient, ctx.group), None
-
-
-class _GatherValues(torch.autograd.Function):
-    """Puts the ranks' values one after the other; each rank differentiates its own share of the common loss."""
-
-    @staticmethod
-    def forward(ctx: Any, values_m: torch.Tensor, before: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.own = slice(before, before + len(values_m))
-        gathered_M = values_m.new_zeros(total)
-        gathered_M[ctx.own] = values_m
-        dist.all_reduce(gathered_M, group=group)
-        return gathered_M
-
-    @staticmethod
-    def backward(ctx: Any, gradient_M: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gradient_M[ctx.own], None, None, None

@@ -1,5 +1,6 @@
 """What a model's forward pass costs in floating-point operations, for balancing work and for MFU."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,38 +38,26 @@ class ModelCost:
         used = (matrix.numel() * (active / len(matrix) if matrix.ndim == 3 else 1) for matrix in matrices)
         heads = hf_config.num_attention_heads
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-        windows: dict[int | None, int] = {}
-        for window in _windows(hf_config):
-            windows[window] = windows.get(window, 0) + 1
+        window = getattr(hf_config, "sliding_window", None)
+        kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * hf_config.num_hidden_layers
+        windows = Counter(window if kind == "sliding_attention" else None for kind in kinds)
         pair = 4.0 * heads * head_dim  # query with key, and weight with value
         per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
         return cls(2.0 * sum(used), per_scored_token, tuple((pair * n, w) for w, n in windows.items()))
 
-    def forward(
-        self, lengths: Sequence[int] | np.ndarray, num_scored: Sequence[int] | np.ndarray | int | None = None
-    ) -> np.ndarray:
+    def forward(self, lengths: Sequence[int] | np.ndarray, num_scored: Sequence[int] | np.ndarray) -> np.ndarray:
         """FLOPs of one forward pass over each sequence.
 
         Args:
             lengths: (S,) tokens.
-            num_scored: (S,) tokens that the head reads; None means all.
+            num_scored: (S,) tokens that the head reads.
 
         Returns:
             (S,) float64. Attention is causal: a token attends to itself and to those before, within the window.
         """
         length_S = np.asarray(lengths, dtype=np.float64)
-        scored_S = length_S if num_scored is None else np.asarray(num_scored, dtype=np.float64)
-        total_S = self.per_token * length_S + self.per_scored_token * scored_S
+        total_S = self.per_token * length_S + self.per_scored_token * np.asarray(num_scored, dtype=np.float64)
         for flops, window in self.per_pair:
             reach_S = length_S if window is None else np.minimum(length_S, window)
             total_S = total_S + flops * (reach_S * (reach_S + 1) / 2 + (length_S - reach_S) * reach_S)
         return total_S
-
-
-def _windows(hf_config: PretrainedConfig) -> list[int | None]:
-    """The sliding window of each layer; None where it has none."""
-    window = getattr(hf_config, "sliding_window", None)
-    layer_types = getattr(hf_config, "layer_types", None)
-    if layer_types is None:
-        return [window] * hf_config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in layer_types]

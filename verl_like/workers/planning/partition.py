@@ -106,7 +106,9 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: b
     # Row number B stands for no row: it fills shares up to one width, and a row that is exchanged for it moves.
     work_B1 = np.append(np.asarray(work, dtype=np.float64), 0.0)
     longest_first = _longest_first(work_B1[:-1].tolist(), num_parts, num_rows_per_part if equal_size else num_rows)
-    starts = [_differencing(work_B1, num_parts, num_rows_per_part), _as_table(longest_first, num_rows)]
+    width = max(map(len, longest_first))
+    filled = np.array([rows + [num_rows] * (width - len(rows)) for rows in longest_first])
+    starts = [_differencing(work_B1, num_parts, num_rows_per_part), filled]
     shares = min(starts, key=lambda table: work_B1[table].sum(1).max())
     if not equal_size:
         shares = np.pad(shares, ((0, 0), (0, 1)), constant_values=num_rows)
@@ -213,14 +215,6 @@ def _longest_first(work: Sequence[float], num_parts: int, max_rows: int | None =
         else:
             heapq.heapreplace(loads, (load + work[row], part))
     return parts
-
-
-def _as_table(parts: list[list[int]], no_row: int) -> np.ndarray:
-    """(parts, most rows of a part) int64, filled up with `no_row`."""
-    table = np.full((len(parts), max(map(len, parts))), no_row)
-    for part, rows in enumerate(parts):
-        table[part, : len(rows)] = rows
-    return table
 
 
 def _differencing(work_B1: np.ndarray, num_parts: int, num_rows_per_part: int) -> np.ndarray:
