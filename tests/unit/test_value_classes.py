@@ -11,7 +11,6 @@ from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.learner import Update
 from verl_like.workers.engine import mesh
-from verl_like.workers.engine.base import StepResult
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 
 MICRO = MicroBatching(num_rows=1, max_tokens=2, by_tokens=False)
@@ -24,7 +23,6 @@ VALUES = [
     Experience(DataProto(), WORK, metrics={}),
     Weights(exported=None, version=1),
     Update([], balance={}),
-    StepResult(1.0, skipped=False),
 ]
 
 

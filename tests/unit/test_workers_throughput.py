@@ -1,5 +1,7 @@
 """Tokens per second and MFU: from FLOPs, time and peak, merged over ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
@@ -7,7 +9,7 @@ from tiny_worker_models import local_group, make_batch, policy_config, write_mod
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.engine.mini_batches import to_rows
-from verl_like.workers.engine.throughput import Stopwatch, peak_flops, speed_metrics
+from verl_like.workers.engine.throughput import Stopwatch, peak_flops
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +41,17 @@ def test_rows_that_only_fill_a_rank_up_count_nothing(actor):
     assert got.flops == pytest.approx(expected.flops)
 
 
-def test_the_groups_mfu_is_all_ranks_flops_by_all_ranks_time():
-    parts = [
-        speed_metrics("ref", tokens=100, flops=6e9, seconds=2.0, peak=1e10),
-        speed_metrics("ref", tokens=60, flops=3e9, seconds=4.0, peak=1e10),
-    ]
+def test_the_groups_mfu_is_all_ranks_flops_by_all_ranks_time(actor, monkeypatch):
+    peak, times = peak_flops("cpu", "float32"), iter([10.0, 12.0, 20.0, 24.0])  # passes of 2 and 4 seconds
+    clock = SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr("verl_like.workers.engine.throughput.time", clock)
+    parts = []
+    for tokens, flops in ((100, 0.6 * peak), (60, 0.3 * peak)):
+        stopwatch = Stopwatch(actor.workers[0].engine, make_batch().batch, "ref", passes=1)
+        stopwatch.tokens, stopwatch.flops = tokens, flops
+        parts.append(stopwatch.metrics())
     merged = metric_values(merge_metrics(parts))
-    assert merged["perf/mfu/ref"] == pytest.approx((6e9 + 3e9) / ((2.0 + 4.0) * 1e10))
+    assert merged["perf/mfu/ref"] == pytest.approx((0.6 + 0.3) / (2.0 + 4.0))
     assert merged["perf/tokens_per_s/ref"] == 100 / 2 + 60 / 4
 
 

@@ -13,23 +13,11 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
-from verl_like.workers.engine.mini_batches import (
-    DeviceMetric,
-    MicroMetrics,
-    MiniBatch,
-    Rows,
-    read_metrics,
-    to_rows,
-    update,
-)
-from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, to_rows, update
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_sync import WeightExport, collect_weights
-
-LOSS_COLUMNS = ["teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"]
-"""Further inputs of some policy losses."""
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
@@ -54,7 +42,6 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
         self.total_training_steps = total_training_steps
-        self.model_config = config.model
         self.fsdp_config = config.actor.fsdp_config
         self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
         self.loss_inputs = required_inputs(self.policy_loss_fn)
@@ -63,14 +50,8 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        self.start_training_engine(
-            "actor",
-            self.config.actor,
-            self.config.actor.fsdp_config,
-            key="actor_rollout_ref.actor",
-            samples_per_prompt=self.config.rollout.n,
-            total_training_steps=self.total_training_steps,
-        )
+        actor, n = self.config.actor, self.config.rollout.n
+        self.start_training_engine("actor", actor, key="actor_rollout_ref.actor", samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -87,15 +68,17 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
             lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
-        total, num_tokens = output.batch["entropys"].sum(), to_rows(data, "cpu")["response_mask"].sum()
-        (entropy,) = read_metrics([{"actor/entropy": DeviceMetric.token_mean(total, num_tokens)}])
-        output.meta_info["metrics"] |= entropy
+        total, num_tokens = output.batch["entropys"].sum().item(), to_rows(data, "cpu")["response_mask"].sum().item()
+        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=[*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?", *LOSS_COLUMNS],
+        reads=[
+            *(*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"),
+            *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),  # of some policy losses
+        ],
     )
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
@@ -113,9 +96,8 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
                 f"of {schedule.num_mini_batch_rows}: from the second step on the policy is another one; call "
                 "compute_log_prob before and add what it returns to the batch."
             )
-        stopwatch = Stopwatch(self.engine, rows, "actor", passes=3 * self.schedule.epochs)
-        metrics = update(self.engine, rows, self.schedule, self.policy_loss, prefix="actor")
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
+        metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor")
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.

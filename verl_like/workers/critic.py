@@ -1,18 +1,15 @@
 """The critic of PPO: predicts the return from each response token, and learns from the returns."""
 
 import torch
-from transformers import AutoModelForTokenClassification
 
 from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
 from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, to_rows, update
-from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
@@ -29,6 +26,9 @@ class CriticWorker(TrainedWorker):
         shares_device: whether a rollout engine takes memory of the device in turn.
     """
 
+    model_class = ValueModel
+    model_key = "critic.model"
+
     def __init__(
         self,
         config: CriticConfig,
@@ -39,36 +39,16 @@ class CriticWorker(TrainedWorker):
     ) -> None:
         super().__init__(shares_device)
         self.config = config
-        self.seed = seed
+        self.new_head_seed = seed
         self.rollout_n = rollout_n
         self.total_training_steps = total_training_steps
         self.model_config = config.model
+        self.fsdp_config = config.model.fsdp_config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
-        self.start_training_engine(
-            "critic",
-            self.config,
-            self.config.model.fsdp_config,
-            key="critic",
-            samples_per_prompt=self.rollout_n,
-            total_training_steps=self.total_training_steps,
-        )
-
-    def build_model(self, with_weights: bool) -> ValueModel:
-        """The critic before it is sharded; without weights it is made on the meta device."""
-        return ValueModel(
-            load_pretrained(
-                AutoModelForTokenClassification,
-                self.config.model,
-                self.config.model.fsdp_config,
-                key="critic.model",
-                device=self.device,
-                weights=with_weights,
-                new_head_seed=self.seed,
-            )
-        )
+        self.start_training_engine("critic", self.config, key="critic", samples_per_prompt=self.rollout_n)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
     def compute_values(self, data: DataProto) -> DataProto:
@@ -84,9 +64,8 @@ class CriticWorker(TrainedWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
         rows = to_rows(data, self.device)
-        stopwatch = Stopwatch(self.engine, rows, "critic", passes=3 * self.schedule.epochs)
         metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic")
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics | stopwatch.metrics()})
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's clipped squared error.

@@ -1,7 +1,7 @@
 """What the workers around a model have in common: the engine that runs it, checkpoints and export."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -9,7 +9,7 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
-from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
@@ -17,6 +17,7 @@ from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.engine.mini_batches import Rows, UpdateSchedule, forward, to_rows
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching, num_groups, num_rows_per_rank
 
 
@@ -27,6 +28,14 @@ class ModelWorker(Worker):
         shares_device: whether a rollout engine takes memory of the device in turn.
     """
 
+    model_class: ClassVar[type[PackedModel]]
+    model_key: ClassVar[str]
+    """The configuration key of `model_config`, for messages."""
+    model_config: ModelConfig
+    fsdp_config: ForwardFsdpConfig | TrainedFsdpConfig
+    """How the model is sharded and stored."""
+    new_head_seed: int | None = None
+    """Seed of the model's head where its folder has none; None means that it must have one."""
     engine: TrainingEngine
 
     def __init__(self, shares_device: bool = False) -> None:
@@ -35,7 +44,17 @@ class ModelWorker(Worker):
 
     def build_model(self, with_weights: bool) -> PackedModel:
         """The model before it is sharded; without weights it is made on the meta device."""
-        raise NotImplementedError
+        return self.model_class(
+            load_pretrained(
+                self.model_class.auto_class,
+                self.model_config,
+                self.fsdp_config,
+                key=self.model_key,
+                device=self.device,
+                weights=with_weights,
+                new_head_seed=self.new_head_seed,
+            )
+        )
 
     def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> int:
         """Names the shard of a batch that this rank works on; returns the number of shards.
@@ -49,11 +68,11 @@ class ModelWorker(Worker):
         self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
         return shards
 
-    def start_engine(self, fsdp: ForwardFsdpConfig | TrainedFsdpConfig, **settings: Any) -> None:
+    def start_engine(self, **settings: Any) -> None:
         """Joins the ranks of the group and makes `engine`; `settings` are the engine's further arguments."""
         init_process_group(self.device, self.rank, self.world_size)
         self.engine = FsdpEngine(
-            self.build_model, fsdp=fsdp, device=self.device, shares_device=self.shares_device, **settings
+            self.build_model, fsdp=self.fsdp_config, device=self.device, shares_device=self.shares_device, **settings
         )
 
     def infer(
@@ -76,18 +95,13 @@ class TrainedWorker(ModelWorker):
     """One rank of a model that is trained, saved and exported."""
 
     model_config: TrainedModelConfig
+    total_training_steps: int | None
+    """Training steps of the run, for a learning rate that depends on them."""
     schedule: UpdateSchedule
     """How the rows of an update become optimizer steps."""
 
     def start_training_engine(
-        self,
-        mesh_name: str,
-        settings: ActorConfig | CriticConfig,
-        fsdp: TrainedFsdpConfig,
-        *,
-        key: str,
-        samples_per_prompt: int,
-        total_training_steps: int | None,
+        self, mesh_name: str, settings: ActorConfig | CriticConfig, *, key: str, samples_per_prompt: int
     ) -> None:
         """Makes the engine and the schedule of its updates; `key` names `settings` in messages.
 
@@ -105,10 +119,9 @@ class TrainedWorker(ModelWorker):
             epochs=settings.ppo_epochs,
         )
         self.start_engine(
-            fsdp,
             optim=settings.optim,
             grad_clip=settings.grad_clip,
-            total_training_steps=total_training_steps,
+            total_training_steps=self.total_training_steps,
             gradient_checkpointing=self.model_config.enable_gradient_checkpointing,
             activation_offload=self.model_config.enable_activation_offload,
             torch_compile=self.model_config.use_torch_compile,

@@ -23,9 +23,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
         sequence_parallel_size = self.config.actor.ulysses_sequence_parallel_size
         self.register_mesh("ref", sequence_parallel_size)
         self.start_engine(
-            self.fsdp_config,
-            torch_compile=self.config.model.use_torch_compile,
-            sequence_parallel_size=sequence_parallel_size,
+            torch_compile=self.config.model.use_torch_compile, sequence_parallel_size=sequence_parallel_size
         )
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])

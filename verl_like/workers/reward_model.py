@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
@@ -13,36 +12,26 @@ from verl_like.workers.engine.mini_batches import Rows, forward, to_rows
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching
 
 
 class RewardModelWorker(ModelWorker):
     """One rank of the reward model. It reads the policy's token ids, so both share a vocabulary."""
 
+    model_class = RewardModel
+    model_key = "reward_model.model"
     reward_columns: ClassVar = {"rm_scores": 1.0}
 
     def __init__(self, config: RewardModelConfig, shares_device: bool = False) -> None:
         super().__init__(shares_device)
         self.config = config
+        self.model_config = config.model
+        self.fsdp_config = config.model.fsdp_config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        self.start_engine(self.config.model.fsdp_config)
-
-    def build_model(self, with_weights: bool) -> RewardModel:
-        """The reward model before it is sharded; without weights it is made on the meta device."""
-        return RewardModel(
-            load_pretrained(
-                AutoModelForSequenceClassification,
-                self.config.model,
-                self.config.model.fsdp_config,
-                key="reward_model.model",
-                device=self.device,
-                weights=with_weights,
-            )
-        )
+        self.start_engine()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["rm_scores"])
     def compute_rm_score(self, data: DataProto) -> DataProto:

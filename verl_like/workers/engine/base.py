@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,16 +10,6 @@ from transformers import PretrainedConfig
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.planning.flops import ModelCost
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Norm of the mini-batch's whole gradient before clipping."""
-    skipped: bool
-    """True when the norm was not finite, so that the parameters stayed as they were."""
 
 
 class TrainingEngine(Protocol):
@@ -61,8 +50,10 @@ class TrainingEngine(Protocol):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Adds the loss's gradient; the sum over all ranks is complete after the call with `is_last`, before `step`."""
 
-    def step(self) -> StepResult:
-        """One optimizer step on the gradients added since the last one.
+    def step(self) -> float:
+        """One optimizer step on the gradients added since the last one; returns their norm before clipping.
+
+        Where the norm is not finite, the step is skipped: the parameters stay as they were.
 
         Raises:
             FloatingPointError: the gradient norm was not finite in too many steps in a row.

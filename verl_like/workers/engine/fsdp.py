@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
-from verl_like.workers.engine.base import StepResult, TrainingEngine
+from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.models.packed_models import PackedModel
@@ -175,11 +175,10 @@ class FsdpEngine(TrainingEngine):
         outermost.set_reshard_after_backward(is_last or self.reshard)
         loss.backward()
 
-    def step(self) -> StepResult:
+    def step(self) -> float:
         assert self.optimizer is not None and self.optim is not None
         grad_norm = self._clip_gradients()
-        skipped = not math.isfinite(grad_norm)
-        if skipped:
+        if not math.isfinite(grad_norm):
             self.consecutive_skips += 1
             if self.consecutive_skips > MAX_SKIPPED_STEPS:
                 raise FloatingPointError(
@@ -195,7 +194,7 @@ class FsdpEngine(TrainingEngine):
             self.optimizer.step()
             self._move_optimizer("cpu")
         self.optimizer.zero_grad()
-        return StepResult(grad_norm, skipped)
+        return grad_norm
 
     def _clip_gradients(self) -> float:
         """Scales the gradients to at most `grad_clip`; returns their norm over all ranks."""

@@ -1,5 +1,6 @@
 """Turns one rank's rows into micro-batches: for forward passes, and for optimizer steps exact over all ranks."""
 
+import math
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.engine.base import TrainingEngine
+from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
@@ -142,8 +144,9 @@ def update(
     engine: TrainingEngine, rows: Rows, schedule: UpdateSchedule, loss: MicroLoss, prefix: str
 ) -> dict[str, Metric]:
     """Trains on all rows, one optimizer step per mini-batch; returns the metrics, the engine's own under `prefix`."""
+    stopwatch = Stopwatch(engine, rows, prefix, passes=3 * schedule.epochs)
     metrics: list[dict[str, Metric]] = []
-    steps = []
+    norms = []
     lr = engine.lr
     with engine.on_device(train=True):
         for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
@@ -153,12 +156,13 @@ def update(
                 micro_loss, micro_metrics = loss(micro_rows, mini_batch)
                 engine.backward(micro_loss, is_last=index == len(mini_batch.micro_batches) - 1)
                 unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.sum(micro_loss, mini_batch.share)}]
-            steps.append(engine.step())
+            norms.append(engine.step())
             metrics += read_metrics(unread)
     engine.training_steps += 1
-    metrics += [{f"{prefix}/grad_norm": Metric.mean(step.grad_norm)} for step in steps if not step.skipped]
-    own = {f"{prefix}/lr": Metric.mean(lr), f"{prefix}/skipped_steps": Metric.max(sum(step.skipped for step in steps))}
-    return merge_metrics([*metrics, own, memory_metrics(engine.device, prefix)])
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    metrics += [{f"{prefix}/grad_norm": Metric.mean(norm)} for norm in finite]
+    own = {f"{prefix}/lr": Metric.mean(lr), f"{prefix}/skipped_steps": Metric.max(len(norms) - len(finite))}
+    return merge_metrics([*metrics, own, memory_metrics(engine.device, prefix), stopwatch.metrics()])
 
 
 def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:

@@ -1,13 +1,13 @@
 """How fast a pass over a batch was: tokens per second, and MFU, the share of the device's peak (arXiv:2204.02311)."""
 
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 
 from verl_like.protocol import PAD_COLUMN, Metric
 from verl_like.workers.engine.base import TrainingEngine
-from verl_like.workers.engine.mini_batches import Rows
 
 _DENSE_BFLOAT16_PEAKS = {
     "B200": 2250e12,
@@ -23,17 +23,14 @@ _DENSE_BFLOAT16_PEAKS = {
 
 
 class Stopwatch:
-    """Measures one pass over `rows` from its making to `metrics`."""
+    """Measures one pass over `rows` from its making to `metrics`, which `phase` names.
 
-    def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
-        """Starts.
+    It costs `passes` forward passes: 1, or 3 for each epoch of training, whose backward costs two. Tokens count without
+    padding, of the head's FLOPs those for response tokens, of attention's those within the sequence, and none for
+    recomputed layers or the optimizer.
+    """
 
-        Args:
-            engine: the model and the device.
-            rows: what the pass computes.
-            phase: names the metrics.
-            passes: the cost in forward passes: 1, or 3 for each epoch of training, whose backward costs two.
-        """
+    def __init__(self, engine: TrainingEngine, rows: Mapping[str, torch.Tensor], phase: str, *, passes: int) -> None:
         self.engine, self.phase = engine, phase
         lengths_B = rows["attention_mask"].sum(-1)
         if PAD_COLUMN in rows:
@@ -44,29 +41,15 @@ class Stopwatch:
         self.start = time.perf_counter()
 
     def metrics(self) -> dict[str, Metric]:
-        """`speed_metrics` of the time since the start."""
+        """`perf/tokens_per_s/<phase>` of all ranks together, and `perf/mfu/<phase>` over all ranks and their time."""
         if self.engine.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start
         peak = peak_flops(self.engine.device, self.engine.dtype) * self.engine.sequence_parallel_size
-        return speed_metrics(self.phase, self.tokens, self.flops, seconds, peak)
-
-
-def speed_metrics(phase: str, tokens: int, flops: float, seconds: float, peak: float) -> dict[str, Metric]:
-    """`perf/tokens_per_s/<phase>` of all ranks together, and `perf/mfu/<phase>` over all ranks and their time.
-
-    Args:
-        phase: names the metrics.
-        tokens: tokens of this rank's rows, without padding.
-        flops: of the model for these: of the head for response tokens alone, attention within the sequence; nothing
-            for recomputed layers or the optimizer.
-        seconds: what the pass took.
-        peak: FLOP/s of the ranks that shared these rows.
-    """
-    return {
-        f"perf/tokens_per_s/{phase}": Metric.sum(tokens / seconds),
-        f"perf/mfu/{phase}": Metric.mean(flops / (seconds * peak), weight=seconds),
-    }
+        return {
+            f"perf/tokens_per_s/{self.phase}": Metric.sum(self.tokens / seconds),
+            f"perf/mfu/{self.phase}": Metric.mean(self.flops / (seconds * peak), weight=seconds),
+        }
 
 
 @lru_cache
