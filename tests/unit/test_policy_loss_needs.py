@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
+from transformers import GPT2Config, LlamaConfig
 
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
@@ -94,3 +95,20 @@ def test_a_loss_defined_for_one_aggregation_refuses_the_others(loss):
     with pytest.raises(ValueError, match=f"the policy loss {loss} is defined only for seq-mean-token-mean; set that"):
         check_policy_loss(load_ppo_config(files), {})
     check_policy_loss(load_ppo_config([*files, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]), {})
+
+
+def test_what_is_wrong_with_a_teacher_is_said_of_the_keys_that_set_it(tmp_path):
+    student, missing, empty = write_model(tmp_path / "student"), tmp_path / "missing", tmp_path / "empty"
+    LlamaConfig().save_pretrained(empty)
+    GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0).save_pretrained(tmp_path / "noisy")  # attn_pdrop is 0.1
+    run = ["data.max_prompt_length=8", "data.max_response_length=8", "data.train_files=a", "data.val_files=b"]
+    run += [f"actor_rollout_ref.model.path={student}", f"{LOSS}.loss_mode=distillation"]
+    for teacher, problem in {
+        missing: ": there is no model",
+        empty: ".*has no weights",
+        tmp_path / "noisy": r".*attn_pdrop=0\.1.*; set actor_rollout_ref\.model\.override_config\.attn_pdrop=0\.0\.$",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{LOSS}.teacher_path={teacher}{problem}"):
+            check_models(load_ppo_config([*run, f"{LOSS}.teacher_path={teacher}"]))
+    with pytest.raises(ValueError, match=f"^{LOSS}.teacher_path={missing}: there is no model"):
+        TeacherWorker(distilling(student, str(missing))).build_model(True)

@@ -16,7 +16,7 @@ from verl_like.trainer.roles import Role
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
-from verl_like.workers.models.pretrained import decoder_layers, load_hf_config
+from verl_like.workers.models.pretrained import TEACHER_PATH, decoder_layers, load_hf_config
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
 GB = 1e9
@@ -161,12 +161,12 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
     scores = MicroBatching(
         reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
     )
-    log_probs, teacher_key = log_prob_micro_batching(policy.ref), "actor_rollout_ref.actor.policy_loss.teacher"
+    log_probs = log_prob_micro_batching(policy.ref)
     classifiers = {Role.Critic: AutoModelForTokenClassification, Role.RewardModel: AutoModelForSequenceClassification}
     roles: list[tuple[Role, str, ModelConfig | None, TrainedFsdpConfig | ForwardFsdpConfig, MicroBatching]] = [
         (Role.Actor, "actor_rollout_ref.model", policy.model, policy.actor.fsdp_config, updates),
         (Role.RefPolicy, "actor_rollout_ref.model", policy.model, policy.ref.fsdp_config, log_probs),
-        (Role.Teacher, teacher_key, policy.teacher_model, policy.ref.fsdp_config, log_probs),
+        (Role.Teacher, TEACHER_PATH, policy.teacher_model, policy.ref.fsdp_config, log_probs),
         (Role.Critic, "critic.model", critic.model, critic.model.fsdp_config, critic_updates),
         (Role.RewardModel, "reward_model.model", reward.model, reward.model.fsdp_config, scores),
     ]

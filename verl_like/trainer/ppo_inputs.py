@@ -35,17 +35,16 @@ from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, requir
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import (
+    TEACHER_PATH,
     check_sequence_length,
     check_tokenizer,
     fetch_weights,
     load_hf_config,
     load_tokenizer,
+    model_setting,
 )
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
-
-TEACHER = "actor_rollout_ref.actor.policy_loss.teacher"
-"""How messages call the settings of the teacher's model."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which no role of this run "
             "writes: add a custom role that does or, where the loss has that option, set "
-            "actor_rollout_ref.actor.policy_loss.teacher_path to the folder or hub name of a model"
+            f"{TEACHER_PATH} to the folder or hub name of a model"
         )
 
 
@@ -169,7 +168,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
     if config.needs_teacher and policy.teacher_model:
-        models[TEACHER] = policy.teacher_model
+        models[TEACHER_PATH] = policy.teacher_model
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
     return models | ({"reward_model.model": config.reward_model.model} if config.reward_model.enable else {})
 
@@ -182,14 +181,14 @@ def check_models(config: PPOConfig) -> None:
     needed = config.data.max_prompt_length + config.data.max_response_length
     for key, hf_config in configs.items():
         longest = getattr(hf_config, "max_position_embeddings", None) or needed
-        if needed > longest and key in ("actor_rollout_ref.model", TEACHER):
+        if needed > longest and key in ("actor_rollout_ref.model", TEACHER_PATH):
             raise ValueError(
                 f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
                 f"{config.data.max_response_length} = {needed} tokens, but the model at {models[key].path} has "
                 f"{longest} positions; lower one of the two."
             )
-        check_sequence_length(hf_config, needed, f"{key}.path={models[key].path}")
-        if hf_config.vocab_size != policy.vocab_size and key != TEACHER:
+        check_sequence_length(hf_config, needed, f"{model_setting(key, 'path')}={models[key].path}")
+        if hf_config.vocab_size != policy.vocab_size and key != TEACHER_PATH:
             raise ValueError(
                 f"{key}.path={models[key].path} has {hf_config.vocab_size} token ids, the policy "
                 f"{policy.vocab_size}: it would read other words than the policy wrote; choose a model of the same "
@@ -207,10 +206,10 @@ def check_models(config: PPOConfig) -> None:
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a teacher that reads other words than the policy writes. Its embeddings may be padded."""
-    size = load_hf_config(model, key=TEACHER).get_text_config().vocab_size
+    size = load_hf_config(model, key=TEACHER_PATH).get_text_config().vocab_size
     if size < len(tokenizer) or load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.teacher_path={model.path}: the tokenizer of the teacher is not that "
+            f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that "
             "of the policy, so it would read other words than the policy wrote; choose a teacher of the same tokenizer."
         )
 

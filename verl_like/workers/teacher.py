@@ -4,11 +4,14 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import register
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.pretrained import TEACHER_PATH
 from verl_like.workers.reference import BY_SHARD, ReferenceWorker
 
 
 class TeacherWorker(ReferenceWorker):
     """One rank of the teacher: run as the reference policy is, with the model `actor.policy_loss.teacher_path`."""
+
+    model_key = TEACHER_PATH
 
     def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
         assert config.teacher_model, "a run without teacher_path has no teacher"

@@ -26,6 +26,16 @@ from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention
 
+TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
+"""The key of the teacher's model: only its path is its own, its other settings are the policy's."""
+
+
+def model_setting(key: str, name: str) -> str:
+    """The full key of a setting of the model that `key` names, for messages."""
+    if key == TEACHER_PATH:
+        return TEACHER_PATH if name == "path" else f"actor_rollout_ref.model.{name}"
+    return f"{key}.{name}"
+
 
 def load_pretrained(
     auto_class: Any,
@@ -75,7 +85,7 @@ def load_pretrained(
     missing = [name for name in report["missing_keys"] if new_head_seed is None or not name.startswith("score.")]
     if missing:
         raise ValueError(
-            f"{key}.path={config.path} lacks weights of {type(model).__name__}: {missing}; "
+            f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: {missing}; "
             "give a model that was trained for this task."
         )
     return model
@@ -88,28 +98,29 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
         ValueError: nothing at `config.path`, an override that the model's configuration does not have, layers that do
             not compute packed sequences, or dropout in a model that is trained.
     """
-    path = os.path.expanduser(config.path)
+    path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
+    overrides = model_setting(key, "override_config")
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
     if looks_like_path and not Path(path, "config.json").is_file():
         raise ValueError(
-            f"{key}.path={config.path}: there is no model ({Path(path).absolute() / 'config.json'} does not exist); "
+            f"{path_key}={config.path}: there is no model ({Path(path).absolute() / 'config.json'} does not exist); "
             "give the folder of a Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
         )
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except OSError as error:
-        raise ValueError(f"{key}.path={config.path}: neither a folder nor a model of the hub ({error}).") from error
+        raise ValueError(f"{path_key}={config.path}: neither a folder nor a model of the hub ({error}).") from error
     for name, value in config.hf_overrides.items():
         if not hasattr(hf_config, name):
             raise ValueError(
-                f"{key}.override_config.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
+                f"{overrides}.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
                 f"it has {sorted(hf_config.to_dict())}."
             )
         setattr(hf_config, name, value)
     kinds = getattr(hf_config.get_text_config(), "layer_types", None) or []
     if unsupported := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         raise ValueError(
-            f"{key}.path={config.path} has layers of {', '.join(unsupported)}, which packed sequences do not support; "
+            f"{path_key}={config.path} has layers of {', '.join(unsupported)}, which packed sequences do not support; "
             "choose a model with full or sliding attention."
         )
     # Heads of transformers' own, which have dropout of their own, are not run.
@@ -121,9 +132,9 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     }
     if noise and isinstance(config, TrainedModelConfig):
         raise ValueError(
-            f"{key}.path={config.path} trains with {', '.join(f'{name}={value}' for name, value in noise.items())}: "
+            f"{path_key}={config.path} trains with {', '.join(f'{name}={value}' for name, value in noise.items())}: "
             "random outputs make the probability ratio of a policy to itself differ from 1; set "
-            f"{' and '.join(f'{key}.override_config.{name}=0.0' for name in noise)}."
+            f"{' and '.join(f'{overrides}.{name}=0.0' for name in noise)}."
         )
     return hf_config
 
@@ -161,19 +172,19 @@ def fetch_weights(config: ModelConfig, *, key: str) -> None:
     Raises:
         ValueError: there are no weights.
     """
-    path = os.path.expanduser(config.path)
+    path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     for weights in ("*.safetensors", "*model*.bin"):  # the second only where there are none of the first
         try:
             is_folder = Path(path).is_dir()
             folder = path if is_folder else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
         except OSError as error:
-            raise ValueError(f"{key}.path={config.path} cannot be downloaded: {error}") from error
+            raise ValueError(f"{path_key}={config.path} cannot be downloaded: {error}") from error
         if any(Path(folder).glob(weights)):
             return
         wanted = ["*.bin", "*.bin.index.json"]
     raise ValueError(
-        f"{key}.path={config.path}: {folder} has no weights (*.safetensors or *.bin); where the hub cannot be reached, "
+        f"{path_key}={config.path}: {folder} has no weights (*.safetensors or *.bin); where the hub cannot be reached, "
         "download the whole model first: hf download."
     )
 
