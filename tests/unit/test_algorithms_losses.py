@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from verl_like.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
-from verl_like.algorithms.entropy_loss import compute_entropy_loss, entropy_from_logits
 from verl_like.algorithms.masked import masked_sum
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn, register_policy_loss
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
@@ -157,12 +156,8 @@ def test_garbage_at_masked_positions_reaches_neither_losses_nor_gradients(garbag
     def value(x, other):
         return compute_value_loss(x, other, other, mask, 0.5, aggregate=aggregate_over(mask))
 
-    def entropy(x, _):
-        logits = torch.stack([x, torch.zeros_like(x)], dim=-1)
-        return compute_entropy_loss(logits, mask, aggregate=aggregate_over(mask)), {}
-
     # The garbage stands in all inputs, then in the constant ones alone.
-    for function, x in itertools.product((policy, value, entropy), (dirty, clean)):
+    for function, x in itertools.product((policy, value), (dirty, clean)):
         x_clean, x_dirty = clean.clone().requires_grad_(), x.clone().requires_grad_()
         loss_clean, metrics_clean = function(x_clean, 2 * clean)
         loss_dirty, metrics_dirty = function(x_dirty, 2 * dirty)
@@ -200,16 +195,6 @@ def test_value_loss_matches_numpy_and_its_gradient_is_right():
     assert loss.item() == pytest.approx(0.5 * np.maximum(plain, clipped)[selected].mean(), rel=1e-12)
     assert metrics["critic/vf_clipfrac"] == (clipped > plain)[selected].sum() > 0
     assert torch.autograd.gradcheck(lambda x: loss_of(x)[0], vpreds.requires_grad_())
-
-
-def test_entropy_equals_the_closed_forms():
-    torch.testing.assert_close(entropy_from_logits(torch.zeros(2, 8)), torch.full((2,), math.log(8)))
-    # softmax of log(1, 2, 1) = (1/4, 1/2, 1/4): entropy 1.5 bits
-    logits = torch.tensor([1.0, 2.0, 1.0]).log() + 100
-    torch.testing.assert_close(entropy_from_logits(logits), torch.tensor(1.5 * math.log(2)), rtol=1e-4, atol=1e-4)
-    mask = torch.tensor([[1, 0]])
-    loss = compute_entropy_loss(torch.zeros(1, 2, 8), mask, aggregate=aggregate_over(mask, "token-sum"))
-    assert loss.item() == pytest.approx(math.log(8))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Masked sums, means, variances and whitening."""
+"""Masked sums, means and whitening."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ import torch
 from verl_like.algorithms.masked import (
     masked_mean,
     masked_sum,
-    masked_var,
     masked_whiten,
     on_last_token,
     zero_masked,
@@ -26,21 +25,11 @@ def test_statistics_see_only_selected_positions_for_every_mask_dtype(dtype):
     assert masked_mean(VALUES, mask).item() == 3.0
     assert masked_mean(VALUES, mask, axis=-1).tolist() == [1.5, 6.0, 0.0]
     assert masked_mean(VALUES, mask, axis=(0, 1)).item() == 3.0
-    assert masked_var(VALUES, mask).item() == 7.0  # (4 + 1 + 9) / 2
-    assert masked_var(VALUES, mask, unbiased=False).item() == pytest.approx(14 / 3)
 
 
 def test_a_row_mask_broadcasts_over_the_columns_in_numerator_and_count():
     values, row_mask = torch.tensor([[1.0, 3.0], [NAN, 7.0]]), torch.tensor([[1], [0]])
     assert masked_mean(values, row_mask).item() == 2.0
-    assert masked_var(values, row_mask).item() == 2.0
-
-
-def test_variance_of_too_few_values_is_refused():
-    with pytest.raises(ValueError, match="at least 2 selected value"):
-        masked_var(torch.ones(2, 2), torch.tensor([[1, 0], [0, 0]]))
-    with pytest.raises(ValueError, match="at least 1 selected value"):
-        masked_var(torch.ones(2, 2), torch.zeros(2, 2), unbiased=False)
 
 
 def test_whitening_matches_numpy_and_zeroes_the_rest():

@@ -31,23 +31,6 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int,
     return masked_sum(values, valid, axis) / count.clamp(min=1)
 
 
-def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of the selected `values` over all axes, divided by (count - 1) when `unbiased`, else by count.
-
-    Raises:
-        ValueError: fewer than two selected values (one when not `unbiased`).
-    """
-    count = int(mask.bool().expand_as(values).sum())
-    needed = 2 if unbiased else 1
-    if count < needed:
-        raise ValueError(
-            f"masked_var(unbiased={unbiased}) needs at least {needed} selected value(s), the mask selects {count}: "
-            "the variance is undefined; use a larger batch or check the mask"
-        )
-    variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
-    return variance * (count / (count - 1)) if unbiased else variance
-
-
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
     """(values - mean) / sqrt(var + 1e-8) over the selected values; masked-out positions become 0.
 
