@@ -41,10 +41,10 @@ def experience_of(trainer: LocalTrainer, batch: DataProto) -> Experience:
     return Experience(batch, RowWork.of(batch, trainer.maker.model_cost, balance=True), {})
 
 
-def fingerprint(weights: Weights) -> int:
+def fingerprint(weights: Weights) -> dict[str, int]:
     (export,) = weights.exported.get()
     assert export.version == weights.version
-    return export.fingerprint
+    return export.fingerprints
 
 
 def measured(metrics: dict[str, Metric], prefixes: tuple[str, ...] = ("",)) -> dict[str, Any]:

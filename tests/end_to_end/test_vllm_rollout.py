@@ -1,5 +1,6 @@
 """A real vLLM, in a Ray actor as in a run, generates with the trainer's weights; transformers is the reference."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -181,9 +182,18 @@ def export(model: LlamaForCausalLM, version: int, world_size: int = 2) -> list[W
 
 def scaled(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
     """The same model with other weights."""
-    other = LlamaForCausalLM(model.config).eval().requires_grad_(False)
+    other = type(model)(model.config).eval().requires_grad_(False)
     other.load_state_dict({name: value * factor for name, value in model.state_dict().items()})
     return other
+
+
+def swapped(model: LlamaForCausalLM, version: int, first: str, second: str) -> list[WeightExport]:
+    """The model's weights, but these two parameters have traded places after their fingerprints were taken."""
+    wrong = scaled(model, 1.0)
+    parameters = wrong.get_parameter(first), wrong.get_parameter(second)
+    parameters[0].data, parameters[1].data = parameters[1].data, parameters[0].data
+    exports = zip(export(wrong, version), export(model, version), strict=True)
+    return [dataclasses.replace(sent, fingerprints=right.fingerprints) for sent, right in exports]
 
 
 def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
@@ -358,27 +368,38 @@ def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: An
     model = tied_model[1]
     call(process, "load_weights", export(model, 3), 3)
     other = scaled(model, 0.9)
-    did_not_arrive = r"version 4 did not arrive: the trainer's fingerprint is [0-9a-f]{16}, that of rollout rank 1 is"
+    did_not_arrive = (
+        "version 4 did not arrive at rollout rank 1: {} of 20 parameters differ from the trainer's: {}".format
+    )
 
     corrupt = export(other, 4)
     corrupt[1].buckets[1].data[101] ^= 1
-    expect_sync_error(process, did_not_arrive, corrupt)
+    expect_sync_error(process, did_not_arrive(1, corrupt[1].buckets[1].names[0]), corrupt)
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
 
     call(process, "load_weights", export(model, 3), 3)
-    expect_sync_error(process, did_not_arrive, export(other, 4), method="call_without_loading")
-    expect_sync_error(process, did_not_arrive, export(other, 4), method="call_and_change_a_weight")
+    expect_sync_error(
+        process, did_not_arrive(20, "model.embed_tokens.weight, "), export(other, 4), method="call_without_loading"
+    )
+    expect_sync_error(
+        process, did_not_arrive(1, "model.embed_tokens.weight."), export(other, 4), method="call_and_change_a_weight"
+    )
 
-    for skipped in (
-        "model.layers.1.self_attn.k_proj.weight",
-        "model.layers.0.mlp.down_proj.weight",
-        "model.norm.weight",
+    for skipped, changed in (
+        ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("model.norm.weight", "model.norm.weight"),
     ):
         call(process, "load_weights", export(model, 3), 3)
         named = [(name, value) for name, value in other.named_parameters() if name != skipped]
         short = [collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=4)]
-        expect_sync_error(process, did_not_arrive, short)
+        expect_sync_error(process, rf"vLLM's parameter {changed} \(LlamaForCausalLM\) cannot be checked", short)
+
+    for first, second in (
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"),
+        ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+    ):
+        expect_sync_error(process, did_not_arrive(2, f"{first}, {second}."), swapped(other, 4, first, second))
 
     expect_sync_error(process, "version 2 was sent to an engine that already had 3", export(model, 2))
     call(process, "load_weights", export(other, 4), 4)

@@ -378,7 +378,7 @@ def test_a_corrupted_tensor_is_noticed_and_the_engine_stops_generating(model: tu
     engine = make_engine(model)
     corrupt = export(model[1], version=8)
     corrupt.buckets[0].data[12345] ^= 1
-    with pytest.raises(WeightSyncError, match=r"Weights of version 8 did not arrive: .* [0-9a-f]{16}, .* [0-9a-f]{16}"):
+    with pytest.raises(WeightSyncError, match="Weights of version 8 did not arrive"):
         engine.load_weights([corrupt], 8)
     with pytest.raises(RuntimeError, match="no verified weights"):
         engine.generate_sequences(prompt_batch())
@@ -392,7 +392,8 @@ def test_a_parameter_that_the_trainer_skips_is_noticed(model: tuple[str, LlamaFo
     some = [(name, value) for name, value in changed.named_parameters() if name != "model.norm.weight"]
     some = [(name, value) for name, value in some if "layers.1.mlp.down_proj" not in name]
     short = collect_weights(some, dtype=torch.float32, rank=0, world_size=1, version=8)
-    with pytest.raises(WeightSyncError, match="version 8 did not arrive"):
+    skipped = "model.layers.1.mlp.down_proj.weight, model.norm.weight"
+    with pytest.raises(WeightSyncError, match=f"2 of 19 parameters differ from the trainer's: {skipped}."):
         engine.load_weights([short], 8)
 
 

@@ -1,17 +1,20 @@
 """Carries the trainer's weights to the rollout engines and checks that they arrived."""
 
+import hashlib
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
-# Odd multipliers and a shift mix the bits of a value; each step is a bijection of 32-bit integers that keeps 0.
-_FIRST_MULTIPLIER, _SHIFT, _SECOND_MULTIPLIER = 0x2C1B3C6D, 15, 0x297A2D39
+_MULTIPLIER, _SHIFT = 0x2C1B3C6D, 15  # of a value's bits
+_INDEX_MULTIPLIERS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 _ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}  # a chunk's temporaries stay in the cache of a CPU core
 
 
@@ -46,8 +49,8 @@ class WeightExport:
     """Parameters of the model, over all ranks."""
     num_buckets: int
     """Buckets of the model, over all ranks."""
-    fingerprint: int
-    """Fingerprint of the parameter shards that live on this rank; the sum over ranks is the model's."""
+    fingerprints: dict[str, int]
+    """Of each parameter, by its name, the part that this rank answers for; the sum over ranks is the parameter's."""
     buckets: tuple[WeightBucket, ...]
     """This rank's buckets: every `world_size`-th one."""
 
@@ -56,21 +59,44 @@ class WeightExport:
         return sum(bucket.data.nbytes for bucket in self.buckets)
 
 
-def fingerprint_tensor(tensor: torch.Tensor) -> int:
-    """Sum over all elements of a 32-bit hash of the element's float32 bits, modulo 2**64.
+def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
+    """Sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, of the elements' float32 bits x_ij.
 
-    The sum of the fingerprints of pieces is the fingerprint of the whole, in any order, and zeros add nothing: fused
-    projections, shards and padded vocabularies have the fingerprint of the parameters they were made of. Converting
-    bfloat16 or float16 to float32 is exact, so a parameter kept in a wider dtype has the same fingerprint too. A change
-    of one element always changes the fingerprint, other changes all but surely; a permutation does not.
+    Dimension 0 is the rows, all others together are the columns. a_i and b_j are odd and pseudo-random functions of the
+    index; `first_row` and `first_column` say where a piece of a parameter begins in it. So the fingerprints of the
+    pieces add up to that of the parameter, however it was sharded or fused with others. Zeros, as in a padded
+    vocabulary, add nothing, since mix keeps 0. Converting bfloat16 or float16 to float32 is exact, so a parameter kept
+    in a wider dtype has the same fingerprint too. Any change, such as of one bit or of two elements that trade places,
+    changes the fingerprint all but surely.
     """
+    if tensor.numel() == 0:
+        return 0
+    matrix = tensor.detach().reshape(math.prod(tensor.shape[:1]), -1)
+    num_rows, num_columns = matrix.shape
+    chunk_elements = _ELEMENTS_PER_CHUNK[tensor.device.type]
+    width = min(num_columns, chunk_elements)
+    row_factors = _odd_factors(first_row, num_rows, tensor.device)
     total = 0
-    for chunk in tensor.detach().reshape(-1).split(_ELEMENTS_PER_CHUNK[tensor.device.type]):
-        mixed = chunk.float().view(torch.int32) * _FIRST_MULTIPLIER  # wraps around modulo 2**32, as below
-        mixed ^= mixed >> _SHIFT
-        mixed *= _SECOND_MULTIPLIER
-        total += int(mixed.sum(dtype=torch.int64))
+    for left, block in zip(range(0, num_columns, width), matrix.split(width, dim=1), strict=True):
+        column_factors = (_odd_factors(first_column + left, block.shape[1], tensor.device) >> 32).int() | 1
+        height = max(1, chunk_elements // width)
+        for chunk, factors in zip(block.split(height), row_factors.split(height), strict=True):
+            mixed = chunk.float().view(torch.int32) * _MULTIPLIER  # wraps around modulo 2**32, as below
+            mixed ^= mixed >> _SHIFT
+            mixed *= column_factors
+            mixed ^= mixed >> _SHIFT
+            total += int((mixed.sum(dim=1, dtype=torch.int64) * factors).sum())
     return total % 2**64
+
+
+def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """(count,) int64: a pseudo-random odd number for each index from `first`."""
+    first_multiplier, second_multiplier = _INDEX_MULTIPLIERS
+    mixed = torch.arange(first + 1, first + count + 1, device=device) * first_multiplier
+    mixed ^= mixed >> 32
+    mixed *= second_multiplier
+    mixed ^= mixed >> 29
+    return mixed | 1
 
 
 def collect_weights(
@@ -97,10 +123,9 @@ def collect_weights(
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
 
     Raises:
-        ValueError: a name twice, no parameter at all, or a DTensor that is a partial sum.
+        ValueError: a name twice, no parameter at all, or a DTensor that is not cut along whole rows or columns.
     """
-    names_seen: set[str] = set()
-    fingerprint = 0
+    fingerprints: dict[str, int] = {}
     buckets: list[WeightBucket] = []
     pending: list[tuple[str, tuple[int, ...], torch.Tensor | None]] = []
     pending_bytes = 0
@@ -115,17 +140,16 @@ def collect_weights(
         num_buckets += 1
 
     for name, parameter in named_tensors:
-        if name in names_seen:
+        if name in fingerprints:
             raise ValueError(f"Parameter {name} is exported twice; pass named_parameters(), not a state dict.")
-        names_seen.add(name)
         tensor = parameter.detach().to(dtype)
-        fingerprint += _local_fingerprint(name, tensor, rank)
+        fingerprints[name] = _local_fingerprint(name, tensor, rank)
         if pending and pending_bytes + tensor.numel() * dtype.itemsize > bucket_bytes:
             close_bucket()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         pending.append((name, tuple(full.shape), full if num_buckets % world_size == rank else None))
         pending_bytes += full.numel() * dtype.itemsize
-    if not names_seen:
+    if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
     close_bucket()
     return WeightExport(
@@ -133,9 +157,9 @@ def collect_weights(
         rank=rank,
         world_size=world_size,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=len(names_seen),
+        num_parameters=len(fingerprints),
         num_buckets=num_buckets,
-        fingerprint=fingerprint % 2**64,
+        fingerprints=fingerprints,
         buckets=tuple(buckets),
     )
 
@@ -144,12 +168,19 @@ def _local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
     """The part of the fingerprint that this rank answers for: of several copies of a value, one counts."""
     if not isinstance(tensor, DTensor):
         return fingerprint_tensor(tensor) if rank == 0 else 0
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"Parameter {name} is a partial sum ({tensor.placements}); redistribute it before exporting.")
+    if not all(p.is_replicate() or (type(p) is Shard and p.dim < 2) for p in tensor.placements):
+        raise ValueError(
+            f"Parameter {name} is placed as {tensor.placements}; only Replicate(), Shard(0) and Shard(1) can be "
+            "exported. Redistribute it before."
+        )
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"rank {rank} exports {name} but is not part of its device mesh"
     is_copy = any(p.is_replicate() and at > 0 for p, at in zip(tensor.placements, coordinate, strict=True))
-    return 0 if is_copy else fingerprint_tensor(tensor.to_local())
+    if is_copy:
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row, column = (*offsets, 0, 0)[:2]
+    return fingerprint_tensor(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
 
 
 def _pack_bucket(index: int, tensors: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]]) -> WeightBucket:
@@ -170,8 +201,8 @@ def _pack_bucket(index: int, tensors: Sequence[tuple[str, tuple[int, ...], torch
     )
 
 
-def check_exports(exports: Sequence[WeightExport], version: int) -> int:
-    """Checks that the exports are one complete set of version `version`, and returns the model's fingerprint.
+def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
+    """Checks that the exports are one complete set of version `version`; returns each parameter's fingerprint by name.
 
     Raises:
         WeightSyncError: a rank, bucket or parameter is missing or there twice, or versions or dtypes differ.
@@ -202,7 +233,23 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> int:
             f"Weights of version {version}: expected {first.num_parameters} parameters, each once; got {len(names)}, "
             f"of which {len(names) - len(set(names))} are repetitions."
         )
-    return sum(export.fingerprint for export in exports) % 2**64
+    return {name: sum(export.fingerprints.get(name, 0) for export in exports) % 2**64 for name in names}
+
+
+def check_arrival(expected: Mapping[str, int], loaded: Mapping[str, int], failure: str) -> str:
+    """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal.
+
+    Raises:
+        WeightSyncError: they are not; says `failure` and which parameters differ.
+    """
+    names = sorted(name for name in {**expected, **loaded} if expected.get(name) != loaded.get(name))
+    if names:
+        more = ", ..." if len(names) > 5 else ""
+        raise WeightSyncError(
+            f"{failure}: {len(names)} of {len(expected)} parameters differ from the trainer's: "
+            f"{', '.join(names[:5])}{more}."
+        )
+    return hashlib.blake2b(repr(sorted(expected.items())).encode(), digest_size=8).hexdigest()
 
 
 def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torch.Tensor]]:

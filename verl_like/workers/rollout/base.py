@@ -27,7 +27,7 @@ from verl_like.workers.rollout.request import (
     check_completion,
     request_seed,
 )
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_exports, iterate_weights
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
 
@@ -120,8 +120,8 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def _fingerprint(self) -> int:
-        """Fingerprint (see weight_sync.py) of the weights that the engine computes with."""
+    def _fingerprints(self) -> dict[str, int]:
+        """Fingerprints (see weight_sync.py) of the weights that the engine computes with, by Hugging Face name."""
 
     @abstractmethod
     def _sleep(self) -> None:
@@ -328,7 +328,7 @@ class RolloutEngine(ABC):
             version: the version they must have, not older than what the engine had before.
 
         Returns:
-            version, fingerprint (hexadecimal), num_bytes, seconds.
+            version, fingerprint (hexadecimal, of all parameters together), num_bytes, seconds.
 
         Raises:
             WeightSyncError: the exports are stale or incomplete, and the engine goes on with the weights it has; or it
@@ -342,16 +342,12 @@ class RolloutEngine(ABC):
         expected = check_exports(exports, version)
         self.policy_version = None
         self._load(iterate_weights(exports), version)
-        loaded = self._fingerprint()
-        if loaded != expected:
-            raise WeightSyncError(
-                f"Weights of version {version} did not arrive: the trainer's fingerprint is {expected:016x}, that of "
-                f"rollout rank {self.rank} is {loaded:016x}."
-            )
+        failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
+        fingerprint = check_arrival(expected, self._fingerprints(), failure)
         self.policy_version = self._newest_version = version
         return {
             "version": version,
-            "fingerprint": f"{loaded:016x}",
+            "fingerprint": fingerprint,
             "num_bytes": sum(export.num_bytes for export in exports),
             "seconds": time.perf_counter() - start,
         }

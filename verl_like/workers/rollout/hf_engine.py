@@ -161,8 +161,8 @@ class HfEngine(RolloutEngine):
             for batch in self._batches:
                 batch.cache = None
 
-    def _fingerprint(self) -> int:
-        return sum(map(fingerprint_tensor, self.model.parameters())) % 2**64
+    def _fingerprints(self) -> dict[str, int]:
+        return {name: fingerprint_tensor(parameter) for name, parameter in self.model.named_parameters()}
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine:

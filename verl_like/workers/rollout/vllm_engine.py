@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
-from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
+from verl_like.workers.rollout.vllm_weights import VllmWeights
 
 _CPU_KV_BLOCK_TOKENS = 128
 _CPU_BATCHED_TOKENS = 8192
@@ -40,8 +40,7 @@ class VllmEngine(RolloutEngine):
         self.llm = self._start("uni" if is_alone else self._replica_executor())
         if not is_alone:
             self._unlink_shared_memory()
-        if self.device == "cpu":
-            self._call(_watch_loading)
+        self._weights = self._call(VllmWeights)
 
     def _prepare_import(self) -> None:
         """Checks that vLLM is installed, and sets what it reads from the environment as it is imported."""
@@ -194,7 +193,7 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
-        self._call(lambda worker: _reload(worker, weights))
+        self._weights.load(weights)
         self.wake_up()
         self._num_loads += 1
         engine = self.llm.llm_engine
@@ -208,8 +207,8 @@ class VllmEngine(RolloutEngine):
         self._abort(queued)
         self._submit([self._in_flight[name] for name in queued])
 
-    def _fingerprint(self) -> int:
-        return self._call(_loaded_fingerprint)
+    def _fingerprints(self) -> dict[str, int]:
+        return self._weights.fingerprints()
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":
@@ -263,80 +262,3 @@ def _completion(request: Any) -> Completion:
 
 def _head_size(text_config: Any) -> int:
     return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-
-
-def _watch_loading(worker: Any) -> None:
-    """Takes each layer's fingerprint after it was loaded and before it is prepared for the CPU's kernels.
-
-    The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
-    so this is the last moment at which they can be compared with the trainer's. On CUDA the kernels read the parameters
-    themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the end counts.
-    """
-    for module in worker.model_runner.get_model().modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            method.process_weights_after_loading = _fingerprint_then(method.process_weights_after_loading)
-
-
-def _fingerprint_then(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
-    def fingerprint_then_prepare(layer: Any) -> None:
-        layer.loaded_fingerprints = {
-            parameter_name: fingerprint_tensor(_counted_part(layer, parameter_name, parameter))
-            for parameter_name, parameter in layer.named_parameters(recurse=False)
-        }
-        prepare(layer)
-
-    return fingerprint_then_prepare
-
-
-def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    # The model's `load_weights` works only once, on the tensors it was built with; this call restores them first.
-    worker.reload_weights(weights_iterator=weights)
-    model = worker.model_runner.get_model()
-    head = getattr(model, "lm_head", None)
-    if head is not None and worker.model_config.hf_text_config.tie_word_embeddings:
-        # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it would go on computing
-        # with the packed copy of the weights before.
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _loaded_fingerprint(worker: Any) -> int:
-    """Fingerprint of the whole model; with tensor parallelism the sum over the replica's shards.
-
-    Of a parameter that was packed and dropped it is the one taken before that, of every other one that of its values.
-    """
-    from vllm.distributed.parallel_state import get_tp_group
-
-    model = worker.model_runner.get_model()
-    total = 0
-    for name, parameter in model.named_parameters():  # lists tied parameters once
-        module_name, _, parameter_name = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        if parameter.numel() > 0:
-            total += fingerprint_tensor(_counted_part(module, parameter_name, parameter))
-        elif parameter_name in getattr(module, "loaded_fingerprints", {}):
-            total += module.loaded_fingerprints[parameter_name]
-        else:
-            raise WeightSyncError(f"vLLM's parameter {name} was never loaded: it is not among the exported weights.")
-    group = get_tp_group()
-    signed = torch.tensor((total + 2**63) % 2**64 - 2**63, dtype=torch.int64)
-    if group.world_size > 1:
-        dist.all_reduce(signed, group=group.cpu_group)
-    return int(signed) % 2**64
-
-
-def _counted_part(module: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that this process answers for: of the copies in a replica, one counts."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    tp_rank = get_tensor_model_parallel_rank()
-    if isinstance(module, QKVParallelLinear):
-        copies = module.num_kv_head_replicas
-        return parameter if tp_rank % copies == 0 else parameter[: module.num_heads * module.head_size]
-    if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-        return parameter
-    if isinstance(module, RowParallelLinear) and name == "weight":
-        return parameter
-    return parameter if tp_rank == 0 else parameter[:0]

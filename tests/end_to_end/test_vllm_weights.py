@@ -1,0 +1,95 @@
+"""The weights of models other than Llama, fused and sharded in other ways, arrive in a real vLLM or are missed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+import torch
+from test_vllm_rollout import (
+    DEADLINE_S,
+    ModelAndFolder,
+    assert_generated_by,
+    export,
+    prompt_batch,
+    scaled,
+    start_processes,
+    swapped,
+)
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+SIZES = {
+    "vocab_size": 68,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,  # of 32
+    "num_key_value_heads": 1,  # both processes have a copy of it
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+ATTENTION = "model.layers.{}.self_attn."
+
+
+def save_model(path: str, config: PreTrainedConfig) -> Any:
+    """A random model; its tokenizer is there already."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    model.save_pretrained(path)
+    return model
+
+
+def forget_fused_forms(worker: Any) -> None:
+    worker.model_runner.get_model().packed_modules_mapping = {}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "swapped_part"),
+    [
+        (Qwen2Config(**SIZES), 2, "q_proj.bias"),
+        pytest.param(Qwen3Config(**SIZES, head_dim=32), 2, "q_norm.weight", marks=pytest.mark.proof),
+        pytest.param(
+            Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True), 1, "o_proj.weight", marks=pytest.mark.proof
+        ),
+        pytest.param(Phi3Config(**SIZES), 2, "qkv_proj.weight", marks=pytest.mark.proof),
+    ],
+)
+def test_weights_arrive_or_are_missed_by_name(
+    tiny_llama: Callable[..., ModelAndFolder], config: PreTrainedConfig, num_processes: int, swapped_part: str
+) -> None:
+    path, _ = tiny_llama()
+    model = save_model(path, config)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    processes = start_processes(
+        (path, model), ranks=list(range(num_processes)), tensor_model_parallel_size=num_processes
+    )
+
+    def everywhere(method: str, *args: Any) -> list[Any]:
+        return [process.call.remote(method, *args) for process in processes]
+
+    for version, weights in ((1, model), (2, scaled(model, 0.9))):
+        ray.get(everywhere("load_weights", export(weights, version), version), timeout=DEADLINE_S)
+        for output in ray.get(everywhere("generate_sequences", prompt_batch()), timeout=DEADLINE_S):
+            assert_generated_by(weights, output)
+
+    names = [ATTENTION.format(layer) + swapped_part for layer in range(2)]
+    message = f"2 of {len(list(model.parameters()))} parameters differ from the trainer's: {', '.join(names)}."
+    for outcome in everywhere("load_weights", swapped(model, 3, *names), 3):
+        with pytest.raises(ray.exceptions.RayTaskError, match=message):
+            ray.get(outcome, timeout=DEADLINE_S)
+    ray.get(everywhere("load_weights", export(model, 3), 3), timeout=DEADLINE_S)
+
+    if not isinstance(config, Phi3Config):  # fused in transformers too
+        ray.get(everywhere("_call", forget_fused_forms), timeout=DEADLINE_S)
+        message = rf"vLLM's parameter {ATTENTION.format(0)}qkv_proj.weight .*Set rollout.name=hf"
+        for outcome in everywhere("load_weights", export(model, 4), 4):
+            with pytest.raises(ray.exceptions.RayTaskError, match=message):
+                ray.get(outcome, timeout=DEADLINE_S)
+    ray.shutdown()

@@ -1,0 +1,148 @@
+"""The weights of a vLLM worker: loads the trainer's, and takes their fingerprints by Hugging Face name."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
+
+
+class VllmWeights:
+    """The parameters of one process's vLLM worker, which are Hugging Face's fused, sharded over a replica, or packed.
+
+    The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original.
+    So these fingerprints are taken after the layer was loaded and before it is packed. On CUDA the kernels read the
+    parameters themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the end counts.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        self.worker = worker
+        self.model = worker.model_runner.get_model()
+        self._sources: dict[str, list[tuple[str, torch.Size]]] = {}
+        self._before_packing: dict[str, dict[str, int] | None] = {}
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        for name, module in self.model.named_modules():
+            if on_cpu and isinstance(module, LinearBase):
+                method: Any = module.quant_method
+                method.process_weights_after_loading = self._fingerprint_then(
+                    name, method.process_weights_after_loading
+                )
+
+    def _fingerprint_then(self, module_name: str, pack: Callable[[Any], None]) -> Callable[[Any], None]:
+        def fingerprint_then_pack(layer: Any) -> None:
+            for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
+                self._before_packing[name] = self._fingerprints_of(name, parameter)
+            pack(layer)
+
+        return fingerprint_then_pack
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Overwrites the parameters with the values of (Hugging Face name, whole parameter)."""
+        named = list(weights)  # views: no copies
+        self._sources = self._find_sources({name: tensor.shape for name, tensor in named})
+        # The model's `load_weights` works only once, on the tensors it was built with; this call restores them first.
+        self.worker.reload_weights(weights_iterator=iter(named))
+        head = getattr(self.model, "lm_head", None)
+        if head is not None and self.worker.model_config.hf_text_config.tie_word_embeddings:
+            # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it would go on computing
+            # with the packed copy of the weights before.
+            head.quant_method.process_weights_after_loading(head)
+
+    def _find_sources(self, shapes: dict[str, torch.Size]) -> dict[str, list[tuple[str, torch.Size]]]:
+        """By the name of a vLLM parameter the Hugging Face parameters that it is made of, in their order there."""
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        rename = mapper.get_rename_mapper().map_name if mapper else str
+        fused = getattr(
+            self.model, "packed_modules_mapping", {}
+        )  # such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        places: dict[str, list[tuple[int, str, torch.Size]]] = {}
+        for hf_name, shape in shapes.items():
+            renamed = rename(hf_name)
+            target = renamed, 0
+            for whole, parts in fused.items():
+                for place, part in enumerate(parts):
+                    name = renamed.replace(f".{part}.", f".{whole}.")
+                    if f".{part}." in renamed and name in known:
+                        target = name, place
+            places.setdefault(target[0], []).append((target[1], hf_name, shape))
+        return {name: [source[1:] for source in sorted(sources)] for name, sources in places.items()}
+
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprints by Hugging Face name of the weights that the replica's processes compute with together.
+
+        Raises:
+            WeightSyncError: it is not known which Hugging Face parameters a parameter is made of.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        totals = {hf_name: 0 for sources in self._sources.values() for hf_name, _ in sources}
+        for name, parameter in self.model.named_parameters():  # lists tied parameters once
+            packed = parameter.numel() == 0
+            found = self._before_packing.get(name) if packed else self._fingerprints_of(name, parameter)
+            if found is None:
+                raise WeightSyncError(
+                    f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) cannot be checked: it "
+                    f"is not made of {[hf_name for hf_name, _ in self._sources.get(name, [])]} alone, which is what "
+                    "the trainer has for it, or not in a way that is known here. Set rollout.name=hf."
+                )
+            for hf_name, part in found.items():
+                totals[hf_name] = totals.get(hf_name, 0) + part
+        group, names = get_tp_group(), sorted(totals)
+        signed = torch.tensor([(totals[name] + 2**63) % 2**64 - 2**63 for name in names], dtype=torch.int64)
+        if group.world_size > 1:
+            dist.all_reduce(signed, group=group.cpu_group)  # wraps around modulo 2**64
+        return {name: value % 2**64 for name, value in zip(names, signed.tolist(), strict=True)}
+
+    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> dict[str, int] | None:
+        module_name, _, leaf = name.rpartition(".")
+        pieces = _cut(self.model.get_submodule(module_name), leaf, parameter, self._sources.get(name, []))
+        if pieces is None:
+            return None
+        found: dict[str, int] = {}
+        for hf_name, row, column, values in pieces:
+            found[hf_name] = found.get(hf_name, 0) + fingerprint_tensor(values, row, column)
+        return found
+
+
+def _cut(
+    module: Any, leaf: str, parameter: torch.Tensor, sources: Sequence[tuple[str, torch.Size]]
+) -> list[tuple[str, int, int, torch.Tensor]] | None:
+    """The pieces of `sources` in a vLLM parameter: (Hugging Face name, first row, first column, values).
+
+    Only those that this process answers for: of the copies in a replica one counts. None if the sources do not add up
+    to the parameter.
+    """
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    rank = get_tensor_model_parallel_rank()
+    by_rows = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)  # shards of whole outputs
+    by_columns = isinstance(module, RowParallelLinear) and leaf == "weight"
+    size = module.tp_size if by_rows or by_columns else 1
+    num_rows, num_columns = math.prod(parameter.shape[:1]), math.prod(parameter.shape[1:])
+    if any(math.prod(shape[1:]) != num_columns * (size if by_columns else 1) for _, shape in sources):
+        return None
+    copies = [1, *[module.num_kv_head_replicas] * 2] if isinstance(module, QKVParallelLinear) else repeat(1)
+    outputs = [rows // c for rows, c in zip(getattr(module, "output_sizes", []), copies, strict=False)]
+    parts = [(hf_name, 0, math.prod(shape[:1])) for hf_name, shape in sources]  # name, first row, rows
+    if isinstance(module, VocabParallelEmbedding):
+        parts = [(hf_name, 0, num_rows * size) for hf_name, _, _ in parts]  # padded with zeros
+    elif len(parts) == 1 and sum(outputs) == parts[0][2]:  # fused in Hugging Face's model too, such as Phi-3
+        parts = [(parts[0][0], end - rows, rows) for rows, end in zip(outputs, accumulate(outputs), strict=True)]
+    matrix, end, pieces = parameter.reshape(num_rows, num_columns), 0, []
+    for (hf_name, first, rows), c in zip(parts, copies, strict=False):
+        start, end = end, end + rows * c // (size if by_rows else 1)
+        if rank % c == 0:
+            row = first + rank // c * (end - start) if by_rows else first
+            pieces.append((hf_name, row, rank * num_columns if by_columns else 0, matrix[start:end]))
+    if end != num_rows:
+        return None
+    return pieces if size > 1 or rank == 0 else []
