@@ -58,9 +58,8 @@ class VllmWeights:
         """By the name of a vLLM parameter the Hugging Face parameters that it is made of, in their order there."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper else str
-        fused = getattr(
-            self.model, "packed_modules_mapping", {}
-        )  # such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+        fused = getattr(self.model, "packed_modules_mapping", {})
         known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         places: dict[str, list[tuple[int, str, torch.Size]]] = {}
         for hf_name, shape in shapes.items():
