@@ -42,7 +42,7 @@ build/site_tools: requirements/docs.txt
 	$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	touch $@
 
-benchmarks := $(filter-out harness serve table gpu_check,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
+benchmarks := $(filter-out harness serve table gpu_check versions,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
 
 # One after the other; one that fails does not stop the rest.
 bench: env

@@ -14,7 +14,7 @@ from verl_like.workers.engine import mesh
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 
 MICRO = MicroBatching(num_rows=1, max_tokens=2, by_tokens=False)
-WORK = RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), metrics=True)
+WORK = RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True)
 VALUES = [
     MICRO,
     MiniBatch([], num_tokens=1.0, num_sequences=1.0, share=1.0),

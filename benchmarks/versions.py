@@ -1,0 +1,127 @@
+"""This version of the project beside another one, in turn on the same work: nothing got slower.
+
+`python -m benchmarks.versions TREE`, where TREE is a checkout of the other version with an environment, for example
+
+    git worktree add ../before e795b27 && ln -s "$PWD/.venv" ../before/.venv
+"""
+
+import argparse
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import ROOT, Report, Side, interleave
+
+BOUND = 1.1
+"""The longest time over the other version's. Repetitions of one version differ by that much."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tree", type=Path)
+    tree = parser.parse_args().tree.resolve()
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True).strip()
+    report = Report("versions", f"This version beside {commit}, in turn, one thread each unless said")
+
+    def sides(script: str, threads: int = 1) -> list[Side]:
+        both = []
+        for name, root in (("this", ROOT), (commit, tree)):
+            harness.ROOT = root  # whose packages and whose side of the benchmark the process runs
+            both.append(Side(name, script, "project", threads))
+        harness.ROOT = ROOT
+        return both
+
+    def compare(what: str, both: list[Side], rounds: int, function: str, key: str = "seconds", **work: Any) -> None:
+        show(
+            what,
+            {name: [r[key] for r in results] for name, results in interleave(both, rounds, function, **work).items()},
+        )
+
+    def show(what: str, seconds: dict[str, list[float]]) -> None:
+        this, other = (statistics.median(values) for values in seconds.values())
+        for name, values in seconds.items():
+            report.row(f"{what}, {name}", "ms", [1e3 * value for value in values])
+        report.target(f"{what}: this / {commit}", this / other, "<=", BOUND)
+
+    for measure in (maths, head, planner, dispatch, overlap, rollout):
+        measure(sides, compare, show)
+    report.write()
+
+
+def maths(sides: Callable, compare: Callable, show: Callable) -> None:
+    both = sides("advantages_ours.py")
+    for side in both:
+        side.call("load", rows=256, length=8192, holes=False)
+    for function, key in (("gae", "seconds"), ("grpo", "seconds"), ("loss", "both")):
+        compare(f"{function}, 256 x 8192 tokens", both, 9, function, key)
+    close(both)
+
+
+def head(sides: Callable, compare: Callable, show: Callable) -> None:
+    both = sides("head_ours.py", threads=2)
+    for side in both:
+        side.call("prepare", head="ours", shape=[1024, 65536, 256], device="cpu")
+    for backward, what in ((False, "forward"), (True, "forward and backward")):
+        compare(f"head {what}, 2 threads", both, 7, "run", backward=backward)
+    close(both)
+
+
+def planner(sides: Callable, compare: Callable, show: Callable) -> None:
+    both = sides("planner_ours.py")
+    for law in ("log-normal", "above half"):
+        compare(f"micro-batches of 8192 rows, {law}", both, 9, "micro_batches", law=law, rows=8192, limit=60.0)
+    compare(
+        "64 shares of 8192 rows", both, 5, "shares", law="log-normal", rows=8192, parts=64, equal_size=True, limit=60.0
+    )
+    close(both)
+
+
+def dispatch(sides: Callable, compare: Callable, show: Callable) -> None:
+    both = sides("dispatch_ours.py")
+    for side in both:
+        side.call("begin", num_cpus=6, store_mib=1500)
+        side.call("start", workers=2)
+        side.call("start_raw", workers=2)
+    found = interleave(both, 20, "small_calls", workers=2, repeats=15)
+    for kind in ("ping", "batch"):
+        of_kind = {name: [ms / 1e3 for result in results for ms in result[kind]] for name, results in found.items()}
+        show(f"{kind}, 2 workers", of_kind)
+    for rows in (64, 1024):
+        results: dict[str, list[float]] = {side.name: [] for side in both}
+        for step in range(16):
+            for side in both if step % 2 else both[::-1]:
+                seconds = side.call("dispatch", rows=rows, length=2048, step=step)["seconds"]
+                if step >= 2:
+                    results[side.name].append(seconds)
+        show(f"dispatch of {rows} x 2048 tokens", results)
+    close(both)
+
+
+def overlap(sides: Callable, compare: Callable, show: Callable) -> None:
+    both = sides("overlap_ours.py")
+    for side in both:
+        side.call("start")
+    for what, rows, length, sleep_s in (("simulated", 256, 2048, 0.3), ("real", 64, 256, 0.0)):
+        work = {"rows": rows, "length": length, "seed": 3, "sleep_s": sleep_s}
+        compare(f"actor and critic update at once, {what} training", both, 9, "update", **work)
+    close(both)
+
+
+def rollout(sides: Callable, compare: Callable, show: Callable) -> None:
+    both = sides("rollout_ours.py")
+    for side in both:
+        side.call("start")
+    compare("generation with long-tailed lengths", both, 5, "generate", warm_up=1, seed=1)
+    close(both)
+
+
+def close(both: list[Side]) -> None:
+    for side in both:
+        side.close()
+
+
+if __name__ == "__main__":
+    main()
