@@ -30,6 +30,10 @@ written (`a.b=1`, `+a.b=1`, `++a.b=1` or in YAML), and so are values of another 
   `trainer.n_gpus_per_node` processes.
 - `placement=split`: actor, rollout, ref and teacher in `actor_rollout_ref_pool`, critic and reward model in
   `critic_pool`, half of the devices each. One node is halved inside, several nodes are halved as whole nodes.
+- `placement=pairs`: actor, ref and teacher in `actor_ref_pool`, critic and reward model in `critic_reward_model_pool`,
+  engines in `rollout_pool`. You give the sizes, `resource_pool_spec.rollout_pool=[4]`.
+- `placement=separate`: a pool for each role: `actor_pool`, `rollout_pool`, `ref_pool`, `teacher_pool`, `critic_pool`,
+  `reward_model_pool`. You give the sizes of those that run.
 - none, `override placement: null` in your YAML file: the file gives `resource_pool_spec` and `role_mapping` in full.
 
 `device` says what workers compute on:

@@ -62,7 +62,7 @@ def test_colocated_and_split_runs_give_equal_results(
     assert scored < max(e["finished"] for e in first_step if e["method"] == "generate_sequences")
 
 
-def test_a_new_role_a_reward_model_a_reference_with_a_pool_of_its_own_and_plugins_take_part(
+def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plugins_take_part(
     tmp_path: Path, tiny_llama: Callable, plugins: str, monkeypatch: pytest.MonkeyPatch
 ):
     """`examples/new_role`: nothing in the library knows the role. Rules, reward model and role add up. Estimator,
@@ -86,13 +86,15 @@ def test_a_new_role_a_reward_model_a_reference_with_a_pool_of_its_own_and_plugin
     ]  # fmt: skip
     run_locally(tmp_path / "here", tiny_llama, *settings, "resource_pool_spec.ref_pool=[1]", steps=1)
     (tmp_path / "ray").mkdir()
-    # All ranks of a pool share each sequence.
-    settings += ["resource_pool_spec.ref_pool=[2]", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    # Each role has its pool, all ranks of a pool share each sequence.
+    settings += ["placement=separate", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    settings += [f"resource_pool_spec.{pool}_pool=[2]" for pool in ("actor", "rollout", "ref", "reward_model")]
     run_on_ray([*tiny_run_settings(tmp_path / "ray", tiny_llama), *settings])
     events = [json.loads(line) for line in (tmp_path / "ray/runs/latest/timeline.jsonl").read_text().splitlines()]
     assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "likelihood")}
     assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}
-    assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"global_pool"}
+    assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"reward_model_pool"}
+    assert {e["pool"] for e in events if e["method"] == "generate_sequences"} == {"rollout_pool"}
     (row,), (expected,) = metrics_of(tmp_path / "ray"), metrics_of(tmp_path / "here")
     # Rules 1, judge 0, and the custom role 0.1 times a mean log-probability, which is at least -log(68) on average.
     assert 0.5 < row["critic/score/mean"] < 1

@@ -96,7 +96,7 @@ def test_a_role_on_a_missing_pool_names_role_pools_and_the_nearest_one():
     message = refusal("resource_pool_spec.critic_pool=[4]", "role_mapping.critic=critc_pool")
     assert message == (
         "role_mapping.critic=critc_pool: there is no such pool, only ['global_pool', 'critic_pool']; "
-        "did you mean critic_pool?"
+        "size it, e.g. resource_pool_spec.critc_pool=[4]; did you mean critic_pool?"
     )
 
 

@@ -61,7 +61,10 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
             reason = reasons.get(role, "every run needs it")
             yield f"role_mapping.{role} is not set, but {reason}; set it to one of the pools {pools}"
         elif pool not in pools:
-            yield f"role_mapping.{role}={pool}: there is no such pool, only {pools}{_nearest(pool, pools)}"
+            yield (
+                f"role_mapping.{role}={pool}: there is no such pool, only {pools}; size it, e.g. "
+                f"resource_pool_spec.{pool}=[4]{_nearest(pool, pools)}"
+            )
 
 
 def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
@@ -302,7 +305,7 @@ def _sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, 1)
+    nearest = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
