@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,35 @@ def test_validation_counts_what_it_could_not_score_as_0_and_says_how_much_that_w
     counts = {name: validation[f"val-aux/{name}"] for name in ("num_skipped", "num_errors", "num_timeouts")}
     assert counts == {"num_skipped": 5, "num_errors": 2, "num_timeouts": 1}
     assert "reward/num_skipped" in step and "val-aux/num_skipped" not in step
+
+
+SERVED_REWARD = """
+import json, pathlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, raw_prompt):
+    with pathlib.Path(__file__).with_name("prompts").open("a") as prompts:
+        prompts.write(json.dumps(raw_prompt) + "\\n")
+    return {"score": 2.5, "acc": extra_info["index"] % 2}
+"""
+
+
+def test_a_reward_behind_a_url_rewards_in_training_and_in_validation(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "served.py").write_text(SERVED_REWARD)
+    monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", "of-this-test")
+    command = [sys.executable, "-m", "verl_like.rewards.serve", f"{tmp_path}/served.py", "--port=0", "--num-workers=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        run_locally(tmp_path, tiny_llama, f"custom_reward_function.path={url}", "trainer.test_freq=-1", steps=1)
+        server.terminate()
+    assert server.returncode == 0
+    validation, step = metrics_of(tmp_path)
+    assert validation["val-core/exact_match/acc/mean@1"] == 0.5 and step["critic/score/mean"] == 2.5
+    prompts = (tmp_path / "prompts").read_text().splitlines()
+    assert len(prompts) == 8 + 4 * 2 and '[{"role": "user", "content": "0+1"}]' in prompts
+    assert not [f for f in (tmp_path / "runs").rglob("*") if f.is_file() and b"of-this-test" in f.read_bytes()]
 
 
 OWN_ROLE = """

@@ -52,6 +52,7 @@ def prompts() -> DataProto:
                 [{"style": s, "ground_truth": str(i)} for i, s in enumerate(styles)], dtype=object
             ),
             "extra_info": np.array([{"index": 10 * i} for i in range(3)], dtype=object),
+            "raw_prompt": np.array([{"role": "user", "content": "1+1"}] * 3, dtype=object),
         },
     )
 

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_like.plugins import import_plugins
 from verl_like.rewards.registry import get_reward_fn
+from verl_like.rewards.remote import RemoteReward
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RewardFunctionSpec:
     """Which reward function to load; the defaults mean the rewards by data source."""
 
     path: str | None = None
-    """A Python file, `pkg://module`, or None for the rewards registered by data source."""
+    """A Python file, `pkg://module`, the URL of a reward server, or None for the rewards registered by data source."""
     name: str = "compute_score"
     """The function in it: `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, sync or async."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -34,8 +35,13 @@ def score_by_data_source(data_source: str, **arguments: Any) -> Any:
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 
-def load_reward_function(spec: RewardFunctionSpec) -> functools.partial[Any]:
-    """Loads a reward function and binds `reward_kwargs` to it.
+def takes_raw_prompt(reward_fn: Callable[..., Any]) -> bool:
+    """Whether a function is called with the prompt's chat messages too: it has a parameter of that name."""
+    return "raw_prompt" in inspect.signature(reward_fn).parameters
+
+
+def load_reward_function(spec: RewardFunctionSpec, timeout_s: float = 30.0) -> functools.partial[Any]:
+    """Loads a reward function, which has `timeout_s` seconds for a sample, and binds `reward_kwargs` to it.
 
     Raises:
         ValueError: the file, module or function is missing, or cannot be called with these arguments.
@@ -44,6 +50,13 @@ def load_reward_function(spec: RewardFunctionSpec) -> functools.partial[Any]:
     if path is None:
         import_plugins(spec.plugins)
         return functools.partial(score_by_data_source, **reward_kwargs)
+    if path.startswith(("http://", "https://")):
+        if spec != RewardFunctionSpec(path, plugins=spec.plugins):
+            raise ValueError(
+                f"custom_reward_function.name={name} and reward_kwargs={dict(reward_kwargs)} do not reach the server "
+                f"{path}: remove them, and choose the function where the server is started"
+            )
+        return functools.partial(RemoteReward(path, timeout_s))
     module = _import_module(path)
     reward_fn = getattr(module, name, None)
     if not callable(reward_fn):
@@ -53,8 +66,9 @@ def load_reward_function(spec: RewardFunctionSpec) -> functools.partial[Any]:
             "set custom_reward_function.name"
         )
     try:
+        further: dict[str, Any] = {"raw_prompt": []} if takes_raw_prompt(reward_fn) else {}
         inspect.signature(reward_fn).bind(
-            data_source="", solution_str="", ground_truth="", extra_info={}, **reward_kwargs
+            data_source="", solution_str="", ground_truth="", extra_info={}, **further, **reward_kwargs
         )
     except TypeError as error:
         raise ValueError(

@@ -33,6 +33,7 @@ class RewardSample:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
+    raw_prompt: list[dict[str, Any]] | None = None  # chat messages
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RewardResult:
     skipped: np.ndarray  # (B,) bool: the function returned None, or failed under on_error="skip"
     extra: dict[str, np.ndarray]  # (B,) float64, NaN where missing, if all are numbers; else object, None where missing
     num_errors: int  # samples whose function raised, died or returned something unusable
-    num_timeouts: int  # samples that had no answer within timeout_s; not counted in num_errors
+    num_timeouts: int  # samples without an answer within timeout_s or with a TimeoutError; not in num_errors
     ran: list[tuple[int, float, float]]  # (process id, start, end) of each sample that had an answer, by time.time()
 
 
@@ -136,12 +137,13 @@ class RewardManager:
             else for a sample, since it may for others.
 
         Raises:
-            RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning.
+            RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning,
+                unless all fail.
         """
         answers = list(self.submit(samples).answers())
         errors = [answer.error for answer in answers if answer.error]
         message = "\n".join([f"the check of the reward function failed for {len(errors)} of {len(samples)}:", *errors])
-        if errors and self.on_error != "skip":
+        if errors and (self.on_error != "skip" or len(errors) == len(samples)):
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
         if errors:
             logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
@@ -179,7 +181,8 @@ class RewardManager:
         finally:
             self._free.put(process)
         if "error" in answer:
-            return _Answer(error=f"{failed}{answer['error']}", ran=tuple(answer["ran"]))
+            timed_out = answer.get("timed_out", False)
+            return _Answer(error=f"{failed}{answer['error']}", timed_out=timed_out, ran=tuple(answer["ran"]))
         return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 RewardFn = Callable[..., Any]
+MAX_SCORE = 3.4e38  # scores become float32
 
 _REWARD_FNS: dict[str, RewardFn] = {}
 

@@ -18,13 +18,12 @@ from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_like.rewards import loader, registry
+from verl_like.rewards import loader, registry, remote
 
 _PR_SET_PDEATHSIG = 1
 _STANDARD_ERROR = 2
-_FLOAT32_MAX = 3.4e38  # scores become float32
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
-_CALLERS = (__file__, loader.__file__, registry.__file__)  # these files only find and call the function
+_CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)  # only find and call the function
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:
@@ -38,7 +37,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
     spec, timeout_s = connection.recv()
     problem = None
     try:
-        reward_fn = loader.load_reward_function(spec)
+        reward_fn = loader.load_reward_function(spec, timeout_s)
     except ValueError as error:
         problem = str(error)
     except BaseException as error:
@@ -50,6 +49,8 @@ def serve(socket_fd: int, parent_pid: int) -> None:
         except (EOFError, ConnectionResetError):  # the driver is gone
             return
         connection.send_bytes(b'{"begun": true}')
+        if not loader.takes_raw_prompt(reward_fn):
+            del sample["raw_prompt"]
         started = time.time()
         # Says where a function hangs, on standard error, just before the driver stops this process.
         faulthandler.dump_traceback_later(0.9 * timeout_s, file=_STANDARD_ERROR)
@@ -66,7 +67,8 @@ def _score(reward_fn: functools.partial[Any], runner: asyncio.Runner, sample: di
             result = runner.run(_wait_for(result))
         return _checked(result)
     except BaseException as error:  # custom code: even SystemExit is an error of this sample
-        return {"error": f"{type(error).__name__}: {error}{_place(error, reward_fn)}"}
+        problem = f"{type(error).__name__}: {error}{_place(error, reward_fn)}"
+        return {"error": problem, "timed_out": isinstance(error, TimeoutError)}
 
 
 def _checked(result: Any) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def _checked(result: Any) -> dict[str, Any]:
         return {"score": None, "extra": extra}
     if not isinstance(score, bool | int | float):
         return _bad_return(result, f"a {type(score).__name__}")
-    if not abs(score) <= _FLOAT32_MAX:  # also NaN
+    if not abs(score) <= registry.MAX_SCORE:  # also NaN
         return _bad_return(result, str(float(score)))
     for key, value in extra.items():
         try:

@@ -111,13 +111,14 @@ class RuleScorer:
 
         Raises:
             RewardError: the function raised, hung or returned something that is not a score, or a data source has none.
-                Under reward.on_error=skip it is a warning.
+                Under reward.on_error=skip it is a warning, unless every row failed.
         """
         first: dict[str, RewardSample] = {}
         for row in dataset:
             source, truth = row["data_source"], row["reward_model"].get("ground_truth")
             if source not in first and (self.scores_every_row or has_rule(row["reward_model"])):
-                first[source] = RewardSample(f"row {row['index']}", source, str(truth), truth, row["extra_info"])
+                info, prompt = row["extra_info"], row["raw_prompt"]
+                first[source] = RewardSample(f"row {row['index']}", source, str(truth), truth, info, prompt)
         extra = self.manager.check(list(first.values()))
         return None if extra is None else [name for name, values in extra.items() if values.dtype != object]
 
@@ -180,6 +181,7 @@ class PendingScores:
                 solution_str=text,
                 ground_truth=columns["reward_model"][i].get("ground_truth"),
                 extra_info=columns["extra_info"][i],
+                raw_prompt=columns["raw_prompt"][i],
             )
             self.pending.submit(slot, sample)
 

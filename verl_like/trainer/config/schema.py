@@ -63,7 +63,8 @@ class CustomRewardFunctionConfig(ConfigModel):
     """A custom reward function."""
 
     path: str | None = None
-    """Python file, or pkg://package.module, that holds the function; null means the built-in rewards by data source."""
+    """Python file, or pkg://package.module, that holds the function; or the URL of a reward server; null means the
+    built-in rewards by data source."""
     name: str = "compute_score"
     """Name of the function: name(data_source, solution_str, ground_truth, extra_info)."""
     reward_kwargs: dict[str, Any] = Field(default={})

@@ -1,0 +1,102 @@
+"""Serves a reward function over HTTP: `python -m verl_like.rewards.serve my_reward.py`.
+
+A POST to /score with a sample as JSON is scored in reward processes and answered with the score; see docs/rewards.md.
+"""
+
+import argparse
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from verl_like.rewards.manager import RewardFunctionSpec, RewardManager, RewardSample
+from verl_like.rewards.remote import TOKEN_VARIABLE
+
+_MAX_REQUEST_BYTES = 16 * 1024 * 1024
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Scores what is posted with `token` as bearer token; closing it first answers the requests that have begun."""
+
+    daemon_threads = False
+    manager: RewardManager
+    token: str
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 30.0  # seconds without a byte from the client
+    server: RewardServer
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isdecimal() and len(length) < 20 and int(length) <= _MAX_REQUEST_BYTES):
+            return self._reply(413, f"the request needs a Content-Length of at most {_MAX_REQUEST_BYTES} bytes")
+        body = self.rfile.read(int(length))
+        given, expected = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            return self._reply(401, "the bearer token is missing or wrong")
+        if self.path != "/score":
+            return self._reply(404, "samples are posted to /score")
+        try:
+            sample = RewardSample("the request", **json.loads(body))
+        except (ValueError, TypeError, RecursionError) as error:
+            return self._reply(400, f"the request is not a sample as JSON: {error}")
+        (answer,) = self.server.manager.submit([sample]).answers()
+        if answer.error:
+            return self._reply(422, answer.error)
+        self._reply(200, {**answer.extra, "score": answer.score})
+
+    def _reply(self, status: int, content: object) -> None:
+        reply = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """One line for each sample would hide the messages of the reward function."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl_like.rewards.serve", description=__doc__)
+    parser.add_argument("path", nargs="?", help="a Python file or pkg://module; default: rewards by data source")
+    parser.add_argument("--name", default="compute_score", help="the function in it (default: compute_score)")
+    parser.add_argument("--num-workers", type=int, default=2, help="processes that score (default: 2)")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="seconds for one sample (default: 30)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any free one (default: 8000)")
+    options = parser.parse_args()
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        if not token and not socket.gethostbyname(options.host).startswith("127."):
+            raise ValueError(
+                f"--host={options.host} can be reached from other machines: set {TOKEN_VARIABLE} to a secret that the "
+                "clients have as well, or listen on 127.0.0.1"
+            )
+        server = RewardServer((options.host, options.port), _Handler)
+        server.manager = RewardManager(
+            RewardFunctionSpec(options.path, options.name), options.num_workers, options.timeout_s
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    server.token = token or secrets.token_urlsafe()
+    if not token:
+        sys.stdout.write(f"export {TOKEN_VARIABLE}={server.token}\n")
+    sys.stdout.write(
+        f"serving {options.path or 'rewards by data source'} at http://{options.host}:{server.server_port}/score\n"
+    )
+    sys.stdout.flush()
+    with contextlib.closing(server.manager), server, contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
