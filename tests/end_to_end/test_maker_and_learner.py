@@ -128,6 +128,8 @@ def test_experience_that_comes_in_parts_trains_as_the_whole_does(trainer: LocalT
     assert [update.get()["training/staleness/max"].value for update in updates] == [0, 1]
     with pytest.raises(AssertionError):
         parts.learn(experience)  # 2 versions old
+    with pytest.raises(ValueError, match="no column policy_version"):
+        parts.learn(experience_of(trainer, experience.batch.select(non_tensor_batch_keys=["uid"])))
     assert parts.version == 2
 
 

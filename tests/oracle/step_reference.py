@@ -108,6 +108,7 @@ class Run:
         settings = self.settings
         rows = self.rollout(number)
         metrics = {"reward/num_timeouts": 0, "reward/early_ratio": 0}
+        metrics |= {"training/staleness/mean": 0, "training/staleness/max": 0}
         metrics["reward/num_errors"] = sum(world.BROKEN in text_of(row) for row in rows)
         metrics["reward/num_skipped"] = sum(row.score is None for row in rows)
         with torch.no_grad():

@@ -126,7 +126,8 @@ class FixedRollout(Worker):
     def sleep(self) -> None: ...
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: list[Any], version: int) -> None: ...
+    def load_weights(self, exported: list[Any], version: int) -> None:
+        self.version = version
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=["input_ids", "attention_mask", "position_ids"]
@@ -155,7 +156,8 @@ class FixedRollout(Worker):
                 "position_ids": torch.cat([repeated["position_ids"], positions], dim=1),
                 "response_mask": torch.from_numpy(mask),
                 "rollout_log_probs": torch.from_numpy(log_probs),
-            }
+            },
+            non_tensors={"policy_version": [((self.version, 0, int(length)),) for length in attended.sum(-1)]},
         )
 
 

@@ -62,6 +62,11 @@ class Learner:
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Training steps between the oldest token of each response and the weights that are trained on it."""
+        if "policy_version" not in batch.non_tensor_batch:
+            raise ValueError(
+                "the responses have no column policy_version, so how old they are is not known; a custom rollout "
+                "worker has to write it, see docs/columns.md"
+            )
         oldest = [min(version for version, _, _ in spans) for spans in batch.non_tensor_batch["policy_version"]]
         staleness_B = self.version - np.array(oldest)
         assert staleness_B.min() >= 0 and staleness_B.max() <= self.max_staleness, (staleness_B, self.max_staleness)
