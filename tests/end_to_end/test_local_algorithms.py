@@ -10,7 +10,7 @@ from runs import metrics_of
 from test_local_step import run_locally
 from transformers import AutoModelForCausalLM
 
-from verl_like.trainer.experience_maker import Experience, ExperienceMaker
+from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Generated
 
 SETTINGS = [
     "critic.enable=false",
@@ -36,13 +36,13 @@ def differing_rewards(tmp_path: Path) -> str:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
     """The experience of every step."""
     experience: list[Experience] = []
-    make = ExperienceMaker.make
+    complete = ExperienceMaker.complete
 
-    def make_and_keep(self: ExperienceMaker, *arguments: object, **named: object) -> Experience:
-        experience.append(make(self, *arguments, **named))
+    def complete_and_keep(self: ExperienceMaker, generated: Generated) -> Experience:
+        experience.append(complete(self, generated))
         return experience[-1]
 
-    monkeypatch.setattr(ExperienceMaker, "make", make_and_keep)
+    monkeypatch.setattr(ExperienceMaker, "complete", complete_and_keep)
     return experience
 
 
