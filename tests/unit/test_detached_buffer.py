@@ -1,0 +1,178 @@
+"""The buffer of a trainer: whole groups in, the groups of a step out, and waits that end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.protocol import DataProto
+from verl_like.trainer.detached.buffer import BufferFullError, ExperienceBuffer, TrainerStarvedError
+from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+
+N = 3  # samples of a prompt
+
+
+def groups(tickets: list[Ticket], *versions: int) -> DataProto:
+    """N rows of each ticket; row i of ticket t has the value 10 t + i. The last row's second span is the newest."""
+    rows = [(ticket.number, row) for ticket in tickets for row in range(N)]
+    spans = [((version, 0, 4), (version + row, 4, 6)) for version in versions for row in range(N)]
+    values = torch.tensor([[10.0 * number + row] for number, row in rows])
+    column = np.empty(len(rows), dtype=object)
+    column[:] = spans
+    return DataProto.from_dict({"values": values}, {"policy_version": column}, {"global_steps": tickets[0].number})
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts it in a thread; the function returned waits for its result."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+        return results[0]
+
+    return result
+
+
+def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
+    ledger = PromptLedger(num_steps=5, batch_size=4)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    tickets = ledger.take("maker", 0, 9)
+    assert buffer.extend("maker", [tickets[3], tickets[1]], groups([tickets[3], tickets[1]], 0, 0), 5) == [3, 1]
+    assert len(buffer) == 2
+    numbers, batch = buffer.take(2, version=0, deadline_s=5)
+    assert numbers == [1, 3]
+    assert batch.batch["values"].flatten().tolist() == [10, 11, 12, 30, 31, 32]
+    assert batch.non_tensor_batch["policy_version"][2] == ((0, 0, 4), (2, 4, 6))
+    buffer.extend("maker", [tickets[0]], groups([tickets[0]], 0), 5)
+    buffer.extend("maker", [tickets[2]], groups([tickets[2]], 0), 5)
+    assert buffer.take(2, version=0, deadline_s=5)[1].batch["values"][:, 0].tolist() == [0, 1, 2, 20, 21, 22]
+    assert len(buffer) == 0
+
+
+def test_the_oldest_token_of_a_group_decides_when_it_is_due():
+    ledger = PromptLedger(num_steps=5, batch_size=1, max_staleness=1)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    zero, one = ledger.take("maker", 0, 2)
+    buffer.extend("maker", [zero], groups([zero], 0), 5)
+    ledger.trained(buffer.take(1, version=0, deadline_s=5)[0], 0)
+    (two,) = ledger.take("maker", 1, 1)
+    buffer.extend("maker", [two, one], groups([two, one], 1, 0), 5)
+    assert buffer.take(1, version=1, deadline_s=5)[0] == [1]
+    assert buffer.take(1, version=2, deadline_s=5)[0] == [2]
+
+
+def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
+    ledger = PromptLedger(num_steps=5, batch_size=2)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    late = ledger.take("a", 0, 1)
+    ledger.lost("a")
+    again = ledger.take("b", 0, 2)
+    assert buffer.extend("a", late, groups(late, 0), 5) == []
+    assert len(buffer) == 0
+    batch = groups(again, 0, 0)
+    batch.batch["values"] += 0.5
+    assert buffer.extend("b", again, batch, 5) == [0, 1]
+    assert buffer.take(2, 0, 5)[1].batch["values"][:, 0].tolist() == [0.5, 1.5, 2.5, 10.5, 11.5, 12.5]
+
+
+def test_a_taker_waits_for_a_maker_and_counts_the_seconds():
+    ledger = PromptLedger(num_steps=5, batch_size=2)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    tickets = ledger.take("maker", 0, 9)
+    assert buffer.waited_s == 0
+    result = in_thread(lambda: buffer.take(2, version=0, deadline_s=20))
+    for ticket in tickets:
+        buffer.extend("maker", [ticket], groups([ticket], 0), 5)
+    assert result()[0] == [0, 1]
+    assert buffer.waited_s > 0
+
+
+def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
+    ledger = PromptLedger(num_steps=5, batch_size=8, num_trainers=2)
+    buffer = ExperienceBuffer(ledger, trainer=1, limit=9)
+    tickets = [ticket for ticket in ledger.take("a", 0, 4) if ticket.trainer == 1]
+    ledger.take("b", 0, 2)
+    buffer.extend("a", tickets[:1], groups(tickets[:1], 0), 5)
+    with pytest.raises(
+        TrainerStarvedError, match=r"trainer 1 needs 4 groups .* version 0 and has 1 .*: \{'a': \[3\], 'b': \[5\]\}"
+    ):
+        buffer.take(4, version=0, deadline_s=0.05)
+    idle = ExperienceBuffer(PromptLedger(num_steps=5, batch_size=8), trainer=0, limit=9)
+    with pytest.raises(TrainerStarvedError, match="nothing, no maker has started any"):
+        idle.take(4, version=0, deadline_s=0.05)
+
+
+def test_a_full_buffer_holds_makers_back_until_the_trainer_takes():
+    ledger = PromptLedger(num_steps=5, batch_size=2, max_staleness=1)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=3)
+    tickets = ledger.take("maker", 0, 9)
+    buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), 5)
+    with pytest.raises(
+        BufferFullError, match=r"trainer 0 has held 2 groups, 3 at most, for 0.05 s.* maker waits with 2"
+    ):
+        buffer.extend("maker", tickets[2:], groups(tickets[2:], 0, 0), 0.05)
+    result = in_thread(lambda: buffer.extend("maker", tickets[2:], groups(tickets[2:], 0, 0), 20))
+    assert buffer.take(2, version=0, deadline_s=5)[0] == [0, 1]
+    assert result() == [2, 3]
+
+
+def test_a_trainer_that_waits_gets_what_stands_behind_the_limit():
+    ledger = PromptLedger(num_steps=5, batch_size=4)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=1)
+    tickets = ledger.take("maker", 0, 9)
+    buffer.extend("maker", tickets[:1], groups(tickets[:1], 0), 5)
+    result = in_thread(lambda: buffer.extend("maker", tickets[1:], groups(tickets[1:], 0, 0, 0), 20))
+    assert buffer.take(4, version=0, deadline_s=20)[0] == [0, 1, 2, 3]
+    assert result() == [1, 2, 3]
+
+
+def test_parts_of_groups_and_a_buffer_without_room_are_refused():
+    ledger = PromptLedger(num_steps=5, batch_size=4)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=2)
+    tickets = ledger.take("maker", 0, 2)
+    with pytest.raises(ValueError, match="5 rows are not whole groups of 2 tickets"):
+        buffer.extend("maker", tickets, groups(tickets, 0, 0)[:5], 5)
+    with pytest.raises(ValueError, match="the limit of a buffer is 0 groups"):
+        ExperienceBuffer(ledger, trainer=0, limit=0)
+
+
+def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
+    num_steps, share = 6, 8
+    ledger = PromptLedger(num_steps=num_steps, batch_size=share, max_staleness=1)
+    buffer, lock, version = ExperienceBuffer(ledger, trainer=0, limit=5), threading.Lock(), [0]
+
+    class Locked:
+        """The ledger as an actor is: one call at a time."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                with lock:
+                    return getattr(ledger, name)(*arguments)
+
+            return call
+
+    calls: Any = Locked()
+    buffer.ledger = calls
+
+    def work(maker: str) -> str:
+        while (tickets := calls.take(maker, now := version[0], 3)) is not None:
+            if tickets:
+                buffer.extend(maker, tickets, groups(tickets, *[now] * len(tickets)), 20)
+        return maker
+
+    results = [in_thread(lambda name=name: work(name)) for name in ("a", "b", "c")]
+    rows: list[float] = []
+    for step in range(num_steps):
+        for size in (3, 1, 4):
+            numbers, batch = buffer.take(size, version=step, deadline_s=20)
+            rows += batch.batch["values"][:, 0].tolist()
+            calls.trained(numbers, step)
+        version[0] = step + 1
+    assert [result() for result in results] == ["a", "b", "c"]
+    assert sorted(rows) == [10.0 * number + row for number in range(num_steps * share) for row in range(N)]

@@ -1,0 +1,247 @@
+"""The ledger of detached training: who may start what, what a trainer may take, and that nothing is lost or too old."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+
+
+def deliver(ledger: PromptLedger, maker: str, tickets: list[Ticket], version: int) -> list[int]:
+    return ledger.deliver(maker, [(ticket.number, ticket.attempt, version) for ticket in tickets])
+
+
+def test_without_staleness_a_step_is_the_next_prompts_in_order_dealt_to_the_trainers_in_turn():
+    ledger = PromptLedger(num_steps=2, batch_size=6, num_trainers=2)
+    first = ledger.take("maker", 0, 4) + ledger.take("maker", 0, 9)
+    assert [(ticket.number, ticket.attempt, ticket.trainer) for ticket in first] == [
+        *[(0, 0, 0), (1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 0), (5, 0, 1)]
+    ]
+    assert ledger.take("maker", 0, 1) == []
+    assert deliver(ledger, "maker", first[::-1], 0) == [5, 4, 3, 2, 1, 0]
+    assert ledger.choose(0, 0, 3) == [0, 2, 4]
+    assert ledger.choose(1, 0, 3) == [1, 3, 5]
+    ledger.trained([0, 2, 4], 0)
+    assert ledger.take("maker", 0, 1) == [], "the old weights start nothing more"
+    second = ledger.take("maker", 1, 99)
+    assert [ticket.number for ticket in second] == [6, 7, 8, 9, 10, 11]
+    assert ledger.counts() == {
+        **{"trained": 3, "training": 3, "in_buffer": 0, "in_flight": 6, "again": 0, "not_started": 0}
+    }
+    ledger.trained([1, 3, 5], 0)
+    deliver(ledger, "maker", second, 1)
+    for trainer in (0, 1):
+        ledger.trained(ledger.choose(trainer, 1, 3), 1)
+        assert (ledger.take("maker", 1, 1) is None) == (trainer == 1), "None once all trainers are through"
+
+
+def test_a_maker_runs_ahead_by_the_bound_and_no_further_than_the_run():
+    ledger = PromptLedger(num_steps=4, batch_size=5, max_staleness=2)
+    assert len(ledger.take("maker", 0, 99)) == 15
+    assert len(ledger.take("maker", 1, 99)) == 5
+    assert ledger.take("maker", 2, 99) == []
+    assert ledger.counts()["not_started"] == 0
+
+
+def test_what_is_due_together_is_begun_early_enough():
+    """Prompts 1 and 2 are both due at version 2, where one has a place: the other has to be trained at version 1."""
+    ledger = PromptLedger(num_steps=9, batch_size=1, max_staleness=2)
+    zero, one, two = ledger.take("slow", 0, 9)
+    deliver(ledger, "slow", [zero], 0)
+    ledger.trained(ledger.choose(0, 0, 1), 0)
+    (three,) = ledger.take("fast", 1, 9)
+    deliver(ledger, "fast", [three], 1)
+    assert ledger.choose(0, 1, 1) is None
+    deliver(ledger, "slow", [two], 0)
+    assert ledger.choose(0, 1, 1) == [2]
+    assert ledger.choose(0, 2, 1) is None
+    deliver(ledger, "slow", [one], 0)
+    assert ledger.choose(0, 2, 1) == [1], "though 3 came before it"
+
+
+def test_within_the_bound_the_first_to_come_is_taken_and_what_is_due_may_wait_for_the_last_part_of_a_step():
+    ledger = PromptLedger(num_steps=9, batch_size=4, max_staleness=1)
+    tickets = ledger.take("maker", 0, 9)
+    deliver(ledger, "maker", [tickets[6], tickets[2]], 0)
+    assert ledger.choose(0, 0, 3) is None, "two have come"
+    assert ledger.choose(0, 0, 1) == [6]
+    deliver(ledger, "maker", [tickets[0], tickets[1]], 0)
+    assert ledger.choose(0, 0, 3) == [0, 1, 2]
+    deliver(ledger, "maker", [tickets[7]], 0)
+    late = ledger.take("maker", 1, 9)
+    assert [ticket.number for ticket in late] == [8, 9, 10, 11]
+    deliver(ledger, "maker", late, 1)
+    assert ledger.choose(0, 1, 2) is None, "3, 4 and 5 are due in this step, which would have two places for them"
+    assert ledger.choose(0, 1, 1) == [7]
+    deliver(ledger, "maker", tickets[3:6], 0)
+    assert ledger.choose(0, 1, 3) == [3, 4, 5], "though 8 to 11 came before"
+
+
+def test_the_version_of_the_oldest_token_counts_not_that_of_the_ticket():
+    ledger = PromptLedger(num_steps=9, batch_size=1, max_staleness=1)
+    zero, one = ledger.take("maker", 0, 2)
+    deliver(ledger, "maker", [zero], 0)
+    ledger.trained(ledger.choose(0, 0, 1), 0)
+    (two,) = ledger.take("other", 1, 1)
+    deliver(ledger, "other", [two], 1)
+    assert ledger.choose(0, 1, 1) is None, "1 is due"
+    deliver(ledger, "maker", [one], 1)
+    assert ledger.choose(0, 1, 1) == [2], "its first token was made by version 1, and 2 came first"
+    (three,) = ledger.take("maker", 2, 1)
+    with pytest.raises(
+        ValueError, match="maker asked for prompt 3 with version 2, but its oldest token is of version 1"
+    ):
+        deliver(ledger, "maker", [three], 1)
+
+
+def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is_refused():
+    ledger = PromptLedger(num_steps=3, batch_size=4, max_attempts=2)
+    tickets = ledger.take("a", 0, 3)
+    assert deliver(ledger, "a", tickets[1:2], 0) == [1]
+    ledger.lost("a")
+    assert ledger.counts()["again"] == 2 and ledger.holders(0) == {}
+    assert ledger.take("b", 0, 2) == [Ticket(0, 1, 0), Ticket(2, 1, 0)]
+    assert ledger.take("a", 0, 9) == [Ticket(3, 0, 0)], "started again under its name"
+    assert deliver(ledger, "a", tickets, 0) == []
+    assert ledger.holders(0) == {"b": [0, 2], "a": [3]}
+    assert deliver(ledger, "b", [Ticket(2, 1, 0)], 0) == [2]
+    assert deliver(ledger, "b", [Ticket(2, 1, 0)], 0) == [], "a second time"
+    ledger.lost("b")
+    assert ledger.counts() == {
+        **{"trained": 0, "training": 0, "in_buffer": 2, "in_flight": 1, "again": 0},
+        **{"dropped/maker_lost": 1, "not_started": 9},
+    }
+    assert ledger.take("a", 0, 9) == [Ticket(4, 0, 0)], "another prompt fills the place of 0"
+
+
+def test_dropped_prompts_are_counted_by_reason_and_replaced():
+    ledger = PromptLedger(num_steps=1, batch_size=3)
+    ledger.take("a", 0, 3)
+    ledger.drop("a", [(0, 0), (2, 0)], "equal_rewards")
+    ledger.drop("a", [(1, 0)], "prompt_too_long")
+    ledger.drop("a", [(1, 0)], "prompt_too_long")
+    ledger.drop("b", [(1, 0)], "not_its_own")
+    assert ledger.take("a", 0, 9) == [Ticket(3, 0, 0), Ticket(4, 0, 0), Ticket(5, 0, 0)]
+    assert ledger.counts() == {
+        **{"trained": 0, "training": 0, "in_buffer": 0, "in_flight": 3, "again": 0},
+        **{"dropped/equal_rewards": 2, "dropped/prompt_too_long": 1, "not_started": 0},
+    }
+
+
+def test_routing_is_in_turn_or_to_the_emptiest_buffer():
+    def given(routing: str) -> list[int]:
+        ledger = PromptLedger(num_steps=5, batch_size=6, num_trainers=2, max_staleness=1, routing=routing)
+        first = ledger.take("maker", 0, 4)
+        deliver(ledger, "maker", [ticket for ticket in first if ticket.trainer == 0], 0)
+        return [ticket.trainer for ticket in [*first, *ledger.take("maker", 0, 9)]]
+
+    assert given("round_robin") == [0, 1] * 6
+    assert given("least_loaded") == [0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], "6 for each is the most at version 0"
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="7 prompts of a step do not divide among 2 trainers"):
+        PromptLedger(num_steps=1, batch_size=7, num_trainers=2)
+    with pytest.raises(ValueError, match="max_staleness is -1"):
+        PromptLedger(num_steps=1, batch_size=7, max_staleness=-1)
+
+
+@dataclass(eq=False)
+class Maker:
+    """A maker of random speed that loads weights late, and holds (ticket, version of its oldest token)."""
+
+    name: str
+    speed: float
+    version: int
+    held: list[tuple[Ticket, int]] = field(default_factory=list)
+
+
+@dataclass
+class World:
+    """Makers and trainers that do one random thing after another; trainers train in step."""
+
+    dice: random.Random
+    ledger: PromptLedger
+    share: int
+    staleness: int
+    makers: list[Maker]
+    version: int = 0
+    taken: list[list[int]] = field(default_factory=list)
+    age: dict[int, int] = field(default_factory=dict)
+    """Version of the oldest token of each prompt that was kept."""
+    trained: list[int] = field(default_factory=list)
+    ghosts: list[Maker] = field(default_factory=list)
+    """Makers that were given up and still deliver."""
+
+    def maker_acts(self, maker: Maker) -> None:
+        dice, ledger = self.dice, self.ledger
+        if dice.random() < 0.2:
+            maker.version = dice.randint(maker.version, self.version)
+        if dice.random() < 0.5 and maker not in self.ghosts:
+            started = ledger.take(maker.name, maker.version, dice.randint(1, 5)) or []
+            # The first token may be drawn after weights were loaded in between.
+            maker.held += [(ticket, dice.choice([maker.version, maker.version, self.version])) for ticket in started]
+        dice.shuffle(maker.held)
+        while maker.held and dice.random() < maker.speed:
+            ticket, oldest = maker.held.pop()
+            if dice.random() < 0.05:
+                ledger.drop(maker.name, [(ticket.number, ticket.attempt)], "unlucky")
+            elif ledger.deliver(maker.name, [(ticket.number, ticket.attempt, oldest)]):
+                assert ticket.number not in self.age, "kept twice"
+                self.age[ticket.number] = oldest
+
+    def maker_dies(self, index: int) -> None:
+        dead = self.makers[index]
+        self.ledger.lost(dead.name)
+        self.ghosts.append(dead)
+        self.makers[index] = Maker(f"maker {len(self.makers) + len(self.ghosts)}", dead.speed, dead.version)
+
+    def trainer_acts(self, trainer: int) -> None:
+        missing = self.share - len(self.taken[trainer])
+        if missing and (numbers := self.ledger.choose(trainer, self.version, self.dice.randint(1, missing))):
+            assert numbers == sorted(numbers)
+            assert all(0 <= self.version - self.age[number] <= self.staleness for number in numbers)
+            self.taken[trainer] += numbers
+        if all(len(numbers) == self.share for numbers in self.taken):
+            for numbers in self.taken:
+                self.ledger.trained(numbers, self.version)
+                self.trained += numbers
+            self.taken = [[] for _ in self.taken]
+            self.version += 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_sums_agree(seed: int):
+    dice = random.Random(seed)
+    num_trainers, share, staleness, num_steps = dice.randint(1, 3), dice.randint(1, 7), dice.randint(0, 3), 9
+    ledger = PromptLedger(
+        num_steps=num_steps,
+        batch_size=num_trainers * share,
+        num_trainers=num_trainers,
+        max_staleness=staleness,
+        routing=dice.choice(["round_robin", "least_loaded"]),
+        max_attempts=dice.randint(1, 3),
+    )
+    makers = [Maker(f"maker {index}", dice.choice([0.05, 0.4, 0.9]), 0) for index in range(dice.randint(1, 4))]
+    world = World(dice, ledger, share, staleness, makers, taken=[[] for _ in range(num_trainers)])
+    for _ in range(20_000):
+        if world.version == num_steps:
+            break
+        event = dice.random()
+        if event < 0.01:
+            world.maker_dies(dice.randrange(len(makers)))
+        elif event < 0.02 and world.ghosts:
+            world.maker_acts(dice.choice(world.ghosts[-5:]))
+        elif event < 0.6:
+            world.maker_acts(dice.choice(world.makers))
+        else:
+            world.trainer_acts(dice.randrange(num_trainers))
+        counts = ledger.counts()
+        assert counts["trained"] == num_trainers * share * world.version
+        assert counts["not_started"] >= 0
+    assert world.version == num_steps, f"everybody waits: {ledger.counts()}, {world.makers}"
+    assert all(ledger.take(maker.name, num_steps, 1) is None for maker in world.makers)
+    assert len(world.trained) == len(set(world.trained)) == num_steps * num_trainers * share
+    counts = ledger.counts()
+    assert counts["not_started"] == counts["in_flight"] == counts["in_buffer"] == counts["training"] == 0

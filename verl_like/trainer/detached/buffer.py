@@ -1,0 +1,106 @@
+"""The buffer of a trainer: makers' groups come in, the training loop takes them out."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from verl_like.protocol import DataProto
+from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+
+
+class BufferFullError(TimeoutError):
+    """The trainer did not take groups in time, so that a maker could not hand over its own."""
+
+
+class TrainerStarvedError(TimeoutError):
+    """The makers did not deliver in time what a trainer needs."""
+
+
+class ExperienceBuffer:
+    """Groups that wait for one trainer. `extend` and `take` may run in different threads.
+
+    Args:
+        ledger: the run's ledger, or anything with its methods that has a deadline of its own, as a handle of the actor.
+        trainer: index of this trainer.
+        limit: most groups that wait here, as long as the trainer does not; beyond it `extend` waits.
+    """
+
+    def __init__(self, ledger: PromptLedger, trainer: int, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"the limit of a buffer is {limit} groups; it has to hold at least one")
+        self.ledger, self.trainer, self.limit = ledger, trainer, limit
+        self.waited_s = 0.0
+        """Seconds that all calls of `take` have waited: the idle time of the trainer."""
+        self._groups: dict[int, DataProto] = {}
+        self._changed = threading.Condition()
+        self._is_starving = False
+
+    def __len__(self) -> int:
+        """Groups that wait here."""
+        return len(self._groups)
+
+    def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, deadline_s: float) -> list[int]:
+        """Takes in the groups of `tickets`: (len(tickets) * n,) rows in their order, the n of a ticket side by side.
+
+        `meta_info` is not kept: it is of a call, and a step mixes the groups of several. The column `policy_version`
+        says how old each group is; its oldest token counts. Waits while the buffer is full.
+
+        Returns:
+            The numbers that were kept; the others were given to another maker meanwhile.
+        Raises:
+            BufferFullError: the trainer took nothing for `deadline_s`.
+        """
+        if not tickets or len(batch) % len(tickets):
+            raise ValueError(
+                f"{len(batch)} rows are not whole groups of {len(tickets)} tickets; send all samples of each prompt."
+            )
+        n = len(batch) // len(tickets)
+        rows = batch.select(meta_info_keys=[])
+        versions = [min(version for version, _, _ in spans) for spans in batch.non_tensor_batch["policy_version"]]
+        groups = {ticket.number: rows.rows(index * n, (index + 1) * n) for index, ticket in enumerate(tickets)}
+        oldest = [min(versions[index * n : (index + 1) * n]) for index in range(len(tickets))]
+        with self._changed:
+            # A trainer that waits gets all that comes: what it waits for may stand behind the limit.
+            if not self._changed.wait_for(
+                lambda: len(self) + len(tickets) <= self.limit or self._is_starving, timeout=deadline_s
+            ):
+                raise BufferFullError(
+                    f"the buffer of trainer {self.trainer} has held {len(self)} groups, {self.limit} at most, for "
+                    f"{deadline_s:g} s: the trainer takes none, and {maker} waits with {len(tickets)} more"
+                )
+            kept = self.ledger.deliver(
+                maker, [(ticket.number, ticket.attempt, age) for ticket, age in zip(tickets, oldest, strict=True)]
+            )
+            self._groups |= {number: groups[number] for number in kept}
+            self._changed.notify_all()
+        return kept
+
+    def take(self, num_groups: int, version: int, deadline_s: float) -> tuple[list[int], DataProto]:
+        """Waits for `num_groups` groups for the step after `version`, as `PromptLedger.choose` says which.
+
+        Several calls with one version take a step in parts.
+
+        Returns:
+            Their numbers, ascending, and their rows in that order.
+        Raises:
+            TrainerStarvedError: they did not come within `deadline_s`; it names who holds them.
+        """
+        started = time.monotonic()
+        with self._changed:
+            while (numbers := self.ledger.choose(self.trainer, version, num_groups)) is None:
+                remaining_s = started + deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    raise TrainerStarvedError(
+                        f"trainer {self.trainer} needs {num_groups} groups for the step after version {version} "
+                        f"and has {len(self)} after {deadline_s:g} s. In flight for it, by maker: "
+                        f"{self.ledger.holders(self.trainer) or 'nothing, no maker has started any'}"
+                    )
+                self._is_starving = True
+                self._changed.notify_all()
+                # At most a second, because a prompt that is dropped elsewhere can end the wait too.
+                self._changed.wait(min(remaining_s, 1.0))
+                self._is_starving = False
+            groups = [self._groups.pop(number) for number in numbers]
+            self._changed.notify_all()
+        self.waited_s += time.monotonic() - started
+        return numbers, DataProto.concat(groups)

@@ -1,0 +1,213 @@
+"""The ledger of a detached run: hands out prompts so that none is trained too late, and accounts for each."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The permission to make the group of samples of one prompt."""
+
+    number: int
+    """0, 1, ... in the order of the run; the maker derives from it which row of the data set this is."""
+    attempt: int
+    """0 at first, 1 more each time the prompt is given out again."""
+    trainer: int
+    """Index of the trainer whose buffer the samples go to."""
+
+
+@dataclass
+class _Open:
+    """A prompt that was given out and is not trained yet."""
+
+    trainer: int
+    attempt: int
+    maker: str
+    version: int
+    """A lower bound of the version of its oldest token; once it is delivered, that version."""
+    arrival: int | None = None
+    """How many groups were delivered before; None until it is."""
+    taken_at: int | None = None
+    """Version of the trainer when it took the group."""
+
+
+class PromptLedger:
+    """Gives tickets to makers, says which groups a trainer may take, and counts what becomes of every prompt.
+
+    Trainers train one model in step: each takes b = batch_size / num_trainers groups in the step after version v, which
+    makes version v + 1. With S = max_staleness, a group whose oldest token has version w is due at version w + S.
+
+    Nothing is trained later: a ticket is given out only while fewer than (w + S + 1) * b of its trainer are trained or
+    open (AReaL's rule, arXiv:2505.24298), so at most (d + 1) * b groups are ever due by version d, and `choose` leaves
+    no more of them than the steps up to d have places for, which the earliest due first always achieves. Nobody waits
+    for ever: what `choose` waits for is with a maker, and one with the weights of version v may start (v + 1) * b.
+
+    Methods neither wait nor call anything. Prompts whose maker is lost come first when tickets are given out again.
+
+    Args:
+        num_steps: training steps of the run.
+        batch_size: prompts of a step, over all trainers.
+        num_trainers: divides `batch_size`.
+        max_staleness: most training steps between the oldest token of a sample and the weights that are trained on it.
+        routing: which trainer a ticket is for, of those with room: `round_robin` the one that was given the fewest,
+            `least_loaded` the one in whose buffer the fewest groups wait.
+        max_attempts: how often a prompt is given out before it is dropped with the reason `maker_lost`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        batch_size: int,
+        num_trainers: int = 1,
+        max_staleness: int = 0,
+        routing: Literal["round_robin", "least_loaded"] = "round_robin",
+        max_attempts: int = 3,
+    ) -> None:
+        if batch_size % num_trainers:
+            raise ValueError(
+                f"{batch_size} prompts of a step do not divide among {num_trainers} trainers, which train in step on "
+                "equal numbers; choose a multiple."
+            )
+        if max_staleness < 0 or max_attempts < 1:
+            raise ValueError(
+                f"max_staleness is {max_staleness}, at least 0, and max_attempts {max_attempts}, at least 1"
+            )
+        self.num_steps, self.max_staleness, self.max_attempts = num_steps, max_staleness, max_attempts
+        self.share = batch_size // num_trainers
+        self.routing = routing
+        self._open: dict[int, _Open] = {}
+        self._again: list[tuple[int, int]] = []  # a heap of (number, attempt)
+        self._next_number = 0
+        self._num_delivered = 0
+        self._dropped: Counter[str] = Counter()
+        # Of each trainer: groups trained or open, in its buffer, taken, trained.
+        self._live, self._buffered, self._taken, self._trained = ([0] * num_trainers for _ in range(4))
+
+    def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
+        """At most `limit` tickets that `maker` may start now with weights of `version`.
+
+        Empty where it has to wait for newer weights; None once all steps are trained.
+        """
+        if min(self._trained) == self.num_steps * self.share:
+            return None
+        allowed = min(version + self.max_staleness + 1, self.num_steps) * self.share
+        tickets: list[Ticket] = []
+        while len(tickets) < limit:
+            free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
+            if not free:
+                break
+            waiting = self._buffered if self.routing == "least_loaded" else self._live
+            trainer = min(free, key=lambda index: (waiting[index], self._live[index], index))
+            number, attempt = heappop(self._again) if self._again else (self._next_number, 0)
+            self._next_number = max(self._next_number, number + 1)
+            self._open[number] = _Open(trainer, attempt, maker, version)
+            self._live[trainer] += 1
+            tickets.append(Ticket(number, attempt, trainer))
+        return tickets
+
+    def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
+        """(number, attempt, version of the oldest token) of groups that have come -> the numbers to keep.
+
+        A group is refused if its prompt was given to somebody else meanwhile. Raises ValueError for a token older than
+        the weights with which the ticket was asked for, because then it may come too late.
+        """
+        kept = []
+        for number, attempt, oldest in groups:
+            if not self._is_with(maker, number, attempt):
+                continue
+            entry = self._open[number]
+            if oldest < entry.version:
+                raise ValueError(
+                    f"{maker} asked for prompt {number} with version {entry.version}, but its oldest token is of "
+                    f"version {oldest}; ask for tickets with the version that generates."
+                )
+            entry.version, entry.arrival = oldest, self._num_delivered
+            self._num_delivered += 1
+            self._buffered[entry.trainer] += 1
+            kept.append(number)
+        return kept
+
+    def drop(self, maker: str, tickets: Sequence[tuple[int, int]], reason: str) -> None:
+        """(number, attempt) that the maker gives up; other prompts take their places, so that every step is full."""
+        for number, attempt in tickets:
+            if self._is_with(maker, number, attempt):
+                self._live[self._open.pop(number).trainer] -= 1
+                self._dropped[reason] += 1
+
+    def lost(self, maker: str) -> None:
+        """The maker died: what it started and did not deliver is given out again, or dropped after the last attempt."""
+        for number in [n for n, entry in self._open.items() if entry.maker == maker and entry.arrival is None]:
+            entry = self._open.pop(number)
+            self._live[entry.trainer] -= 1
+            if entry.attempt + 1 < self.max_attempts:
+                heappush(self._again, (number, entry.attempt + 1))
+            else:
+                self._dropped["maker_lost"] += 1
+
+    def choose(self, trainer: int, version: int, num_groups: int) -> list[int] | None:
+        """Numbers, ascending, of `num_groups` delivered groups for the step after `version`; None while it must wait.
+
+        Those due first, then in the order in which they came. A step may be taken in several parts; what is due may
+        wait for the last.
+        """
+        open_ = {n: e for n, e in self._open.items() if e.trainer == trainer and e.taken_at is None}
+        there = sorted((e.version, e.arrival, n) for n, e in open_.items() if e.arrival is not None)[:num_groups]
+        places = (version + 1) * self.share - self._taken[trainer] - num_groups  # that this step has left afterwards
+        assert 0 <= places < self.share, (trainer, version, num_groups, self._taken)
+        numbers = {number for _, _, number in there}
+        left = [entry.version + self.max_staleness for number, entry in open_.items() if number not in numbers]
+        too_many = any(
+            sum(due <= by for due in left) > places + (by - version) * self.share
+            for by in range(version, version + self.max_staleness + 1)
+        )
+        if len(there) < num_groups or too_many:
+            return None
+        for number in numbers:
+            entry = self._open[number]
+            assert 0 <= version - entry.version <= self.max_staleness, (number, entry, version)
+            entry.taken_at = version
+        self._taken[trainer] += num_groups
+        self._buffered[trainer] -= num_groups
+        return sorted(numbers)
+
+    def trained(self, numbers: Sequence[int], version: int) -> None:
+        """The step after `version` has trained these groups, which `choose` gave to it."""
+        for number in numbers:
+            entry = self._open.pop(number)
+            assert entry.taken_at == version, (number, entry, version)
+            self._trained[entry.trainer] += 1
+
+    def holders(self, trainer: int) -> dict[str, list[int]]:
+        """The numbers that the trainer's makers have in flight, by the maker's name."""
+        held: dict[str, list[int]] = {}
+        for number, entry in self._open.items():
+            if entry.trainer == trainer and entry.arrival is None:
+                held.setdefault(entry.maker, []).append(number)
+        return held
+
+    def counts(self) -> dict[str, int]:
+        """Prompts by what became of them; asserts that the sum is the number of prompts that were ever given out.
+
+        `trained`; `training`: taken by a trainer; `in_buffer`; `in_flight`: with a maker; `again`: their maker is lost
+        and they wait for another; `dropped/<reason>`; and `not_started`: of those that the steps still need.
+        """
+        counts = {
+            "trained": sum(self._trained),
+            "training": sum(self._taken) - sum(self._trained),
+            "in_buffer": sum(self._buffered),
+            "in_flight": sum(entry.arrival is None for entry in self._open.values()),
+            "again": len(self._again),
+        }
+        needed = self.num_steps * self.share * len(self._live) - sum(counts.values())
+        counts |= {f"dropped/{reason}": number for reason, number in sorted(self._dropped.items())}
+        assert sum(counts.values()) == self._next_number, (counts, self._next_number)
+        assert sum(self._live) == len(self._open) + sum(self._trained)
+        return counts | {"not_started": needed}
+
+    def _is_with(self, maker: str, number: int, attempt: int) -> bool:
+        entry = self._open.get(number)
+        return entry is not None and (entry.maker, entry.attempt, entry.arrival) == (maker, attempt, None)
