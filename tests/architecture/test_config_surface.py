@@ -15,6 +15,7 @@ MAX_LEAVES = 150
 TECHNIQUES = (
     *("algorithm.filter_groups.", "algorithm.rollout_correction.", "reward.overlong_buffer."),
     *("algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo", "actor_rollout_ref.actor.clip_ratio_c"),
+    *("reward_model.weight", "reward_models"),  # several rewards
 )
 CONFIG_FILES = [*python_files(PACKAGE / "workers/config", PACKAGE / "trainer/config")]
 
@@ -31,8 +32,9 @@ def test_every_key_is_documented():
 
 
 # Read where the configuration is resolved: by the presets, as what clip_ratio_low and clip_ratio_high mean by null, and
-# by the properties attn_implementation, hf_overrides and tokenizer.
+# by the properties attn_implementation, hf_overrides, tokenizer and reward_models_by_role.
 READ_BY_THE_CONFIGURATION = {
+    "reward_models",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "actor_rollout_ref.actor.clip_ratio",

@@ -72,6 +72,22 @@ def test_a_model_path_that_does_not_exist_names_the_key(refusal: Refusal, tmp_pa
     assert "actor_rollout_ref.model.path" in message and "no_model" in message
 
 
+def test_a_further_reward_model_is_checked_as_the_first_and_named_by_its_keys(
+    refusal: Refusal, tmp_path: Path, tiny_llama: Callable
+):
+    policy, _ = tiny_llama()
+    other = LlamaConfig.from_pretrained(policy)
+    other.vocab_size += 1
+    other.save_pretrained(tmp_path / "other")
+    placed = "role_mapping.safety=global_pool"
+    message = refusal(placed, f"reward_models.safety.path={tmp_path / 'no_model'}")
+    assert f"reward_models.safety.path={tmp_path / 'no_model'}: there is no model" in message
+    message = refusal(placed, f"reward_models.safety.path={tmp_path / 'other'}")
+    assert f"reward_models.safety.path={tmp_path / 'other'} has {other.vocab_size} token ids, the policy" in message
+    settings = ["reward_model.model.override_config={misspelt: 1}", f"reward_models.safety.path={policy}"]
+    assert "reward_model.model.override_config.misspelt=1: LlamaConfig has no" in refusal(placed, *settings)
+
+
 def test_an_override_that_the_model_does_not_have_names_the_key(refusal: Refusal):
     message = refusal("+actor_rollout_ref.model.override_config.attention_dropuot=0.0")
     assert "actor_rollout_ref.model.override_config.attention_dropuot" in message and "attention_dropout" in message
@@ -136,6 +152,11 @@ GDPO = ["algorithm.adv_estimator=gdpo", "critic.enable=false"]
         (
             [*GDPO, "algorithm.gdpo_reward_keys=[acc,form]"],
             "names form, but the rewards of this run are rule_scores, acc:",
+        ),
+        # The built-in rule returns nothing beside the score; other functions may.
+        (
+            [*GDPO, "algorithm.gdpo_reward_keys=[rule_scores,rm_scores/judge]", "custom_reward_function.path=null"],
+            "names rm_scores/judge, but the rewards of this run are rule_scores:",
         ),
     ],
 )

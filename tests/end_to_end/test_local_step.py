@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from runs import metrics_of, tiny_run_settings
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -235,6 +236,46 @@ def test_a_reward_model_alone_rewards_in_training_and_in_validation(tmp_path: Pa
     assert validation["val-core/exact_match/reward/mean@1"] != 0 and step["critic/score/mean"] != 0
     assert "val-core/exact_match/acc/mean@1" not in validation
     assert not [name for name in step if name.startswith("reward/")]
+
+
+def test_two_reward_models_score_what_transformers_does_in_training_and_in_validation(
+    tmp_path: Path, tiny_llama: Callable
+):
+    policy, _ = tiny_llama()
+    judges, weights = {}, {"rm_scores": 0.3, "rm_scores/safety": -1.5}
+    for seed, name in enumerate(weights):
+        judges[name] = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+        judges[name].score.weight.data.normal_(generator=torch.Generator().manual_seed(seed))
+        judges[name].save_pretrained(tmp_path / name)
+    settings = ["reward_model.enable=true", f"reward_model.model.path={tmp_path}/rm_scores", "reward_model.weight=0.3"]
+    settings += [f"reward_models.safety.path={tmp_path}/rm_scores/safety", "reward_models.safety.weight=-1.5"]
+    settings += ["role_mapping.safety=global_pool", "algorithm.adv_estimator=gdpo"]
+    settings += ["algorithm.gdpo_reward_keys=[rm_scores,rm_scores/safety]", "algorithm.gdpo_reward_weights=[1.0,4.0]"]
+    settings.append("algorithm.norm_adv_by_std_in_grpo=false")
+    with local_trainer(tmp_path, tiny_llama, *settings, with_rules=False) as trainer:
+        prompts = trainer.next_prompts()
+        prompts.meta_info["global_steps"] = 1
+        experience = trainer.maker.make(prompts)
+        prompts.meta_info["validate"] = True
+        validated, rewards, _ = trainer.maker.generate_and_score(prompts, 1)
+    trained, expected = experience.batch, {}
+    for batch, reward in ((validated, rewards), (trained, trained.batch["token_level_scores"].sum(-1))):
+        for name, judge in judges.items():
+            kept = zip(batch.batch["input_ids"], batch.batch["attention_mask"].bool(), strict=True)
+            with torch.no_grad():
+                last = torch.stack([judge.model(ids[mask][None]).last_hidden_state[0, -1] for ids, mask in kept])
+                expected[name] = judge.score(last).squeeze(-1)
+            torch.testing.assert_close(batch.batch[name].sum(-1), expected[name], atol=1e-5, rtol=1e-4)
+        total = sum(weight * expected[name] for name, weight in weights.items())
+        torch.testing.assert_close(reward, total, atol=1e-5, rtol=1e-4)
+    for name, scores in expected.items():
+        assert experience.metrics[f"reward/{name}/mean"].value == pytest.approx(float(scores.mean()), rel=1e-4)
+    # gdpo without standard deviations: 1 and 4 times the weighted scores, less the mean of the two responses.
+    summed = (0.3 * expected["rm_scores"] + 4.0 * -1.5 * expected["rm_scores/safety"]).view(-1, 2)
+    mask = trained.batch["response_mask"].bool()
+    tokens = (summed - summed.mean(1, keepdim=True)).view(-1, 1).expand(mask.shape)
+    advantages = (tokens - tokens[mask].mean()) / tokens[mask].std() * mask
+    torch.testing.assert_close(trained.batch["advantages"], advantages, atol=1e-3, rtol=1e-3)
 
 
 def test_the_adaptive_kl_coefficient_moves_by_the_number_of_scored_responses(tmp_path: Path, tiny_llama: Callable):

@@ -80,6 +80,7 @@ def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plu
         "worker_classes.likelihood=examples.new_role.likelihood.LikelihoodWorker", "role_mapping.likelihood=ref_pool",
         "role_mapping.ref=ref_pool", "algorithm.use_kl_in_reward=true", "reward_model.enable=true",
         f"reward_model.model.path={tmp_path / 'judge'}", f"custom_reward_function.path={tmp_path / 'one.py'}",
+        f"reward_models.second.path={tmp_path / 'judge'}", "role_mapping.second=ref_pool",
         "trainer.total_training_steps=1", "trainer.val_before_train=false", plugins,
         "algorithm.adv_estimator=centred_by_plugin", "algorithm.options.scale=200.0",
         "actor_rollout_ref.actor.policy_loss.loss_mode=form_of_verl", "actor_rollout_ref.rollout.name=engine_of_plugin",
@@ -93,7 +94,8 @@ def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plu
     events = [json.loads(line) for line in (tmp_path / "ray/runs/latest/timeline.jsonl").read_text().splitlines()]
     assert {(e["pool"], e["role"]) for e in events if e["method"] == "annotate"} == {("ref_pool", "likelihood")}
     assert {e["pool"] for e in events if e["method"] == "compute_ref_log_prob"} == {"ref_pool"}
-    assert {e["pool"] for e in events if e["method"] == "compute_rm_score"} == {"reward_model_pool"}
+    scoring = {(e["pool"], e["role"]) for e in events if e["method"] == "compute_rm_score"}
+    assert scoring == {("reward_model_pool", "reward_model"), ("ref_pool", "second")}
     assert {e["pool"] for e in events if e["method"] == "generate_sequences"} == {"rollout_pool"}
     (row,), (expected,) = metrics_of(tmp_path / "ray"), metrics_of(tmp_path / "here")
     # Rules 1, judge 0, and the custom role 0.1 times a mean log-probability, which is at least -log(68) on average.

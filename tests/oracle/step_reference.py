@@ -49,6 +49,8 @@ class Row:
     rollout: torch.Tensor
     score: float | None
     """None: left out."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Of the rule and of each reward model, by column."""
     known: dict[str, torch.Tensor] = field(default_factory=dict)
     """old_log_probs, entropy, ref_log_prob, values, rewards, advantages, returns."""
 
@@ -91,10 +93,16 @@ class Run:
         # The actor's schedule counts the steps that train it.
         self.actor = Learner(Llama(path, changes), settings, ACTOR, total - settings["trainer.critic_warmup"])
         self.reference = Llama(path, changes)
-        self.uses_reward_model = settings["reward_model.enable"]
-        if self.uses_reward_model:
-            model = "reward_model.model"
-            self.reward_model = Llama(settings[f"{model}.path"], settings[f"{model}.override_config"])
+        model, models = "reward_model.model", dict(settings["reward_models"])
+        if settings["reward_model.enable"]:
+            models[""] = {"path": settings[f"{model}.path"], "weight": settings["reward_model.weight"]}
+        self.reward_models = {
+            f"rm_scores/{name}".removesuffix("/"): (
+                Llama(own["path"], settings[f"{model}.override_config"]),
+                own["weight"],
+            )
+            for name, own in models.items()
+        }
         needs_critic = settings["critic.enable"]
         if needs_critic is None:
             needs_critic = settings["algorithm.adv_estimator"] == "gae"
@@ -116,6 +124,8 @@ class Run:
         if self.needs_old_log_probs:
             metrics["actor/entropy"] = float(cat(rows, "entropy").mean())
         scored = [row for row in rows if row.score is not None]
+        for name in scored[0].scores if self.reward_models else ():
+            metrics[f"reward/{name}/mean"] = float(np.mean([row.scores[name] for row in scored]))
         metrics |= self.rewards(scored)
         self.advantages(scored, rows)
         metrics |= batch_metrics(scored, rows, settings) | corrections.correct(scored, settings)
@@ -134,8 +144,12 @@ class Run:
                 row.known["ref_log_prob"], _ = self.log_probs(self.reference, row)
             if self.critic:
                 row.known["values"] = values(self.critic.model, row)
-            if self.uses_reward_model and row.score is not None:
-                row.score += float(self.reward_model_score(row))
+            if row.score is not None:
+                row.scores["rule_scores"] = row.score
+                for name, (model, weight) in self.reward_models.items():
+                    hidden_D = model.hidden_states(row.prompt + row.token_ids)[-1]
+                    row.scores[name] = float(hidden_D @ model.parameters["score.weight"][0])
+                    row.score += weight * row.scores[name]
             for name in world.SHIFTS.keys() & row.known.keys():
                 row.known[name] += torch.tensor([world.shift(name, row.number, t) for t in row.positions])
             if self.settings[corrections.BYPASS]:
@@ -187,10 +201,6 @@ class Run:
         log_p_MV = torch.log_softmax(logits_MV / self.settings["actor_rollout_ref.rollout.temperature"], dim=-1)
         tokens = [row.token_ids[t] for t in row.positions]
         return log_p_MV[range(len(tokens)), tokens], -(log_p_MV.exp() * log_p_MV).sum(-1)
-
-    def reward_model_score(self, row: Row) -> torch.Tensor:
-        model = self.reward_model
-        return model.hidden_states(row.prompt + row.token_ids)[-1] @ model.parameters["score.weight"][0]
 
     def rewards(self, scored: list[Row]) -> dict[str, float]:
         """The score on the last token, less the KL penalty on each (arXiv:1909.08593); moves the adaptive coefficient.

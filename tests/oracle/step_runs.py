@@ -203,6 +203,7 @@ CLASSES = {
     "ref": ConfigurableReference,
     "critic": RecordingCritic,
     "reward_model": ConfigurableRewardModel,
+    "strict": ConfigurableRewardModel,
     "rollout": ConfigurableRollout,
 }
 

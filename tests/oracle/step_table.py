@@ -101,7 +101,7 @@ RUNS: dict[str, dict[str, Any]] = {
         f"{CRITIC_FSDP}.reshard_after_forward": True,
         "trainer.balance_batch": False,
     },
-    # GRPO with groups of four, a reward model beside the rule, and prompts in random order.
+    # GRPO with groups of four, two reward models beside the rule, and prompts in random order.
     "grpo": {
         "data.shuffle": True,
         "data.train_max_samples": 7,
@@ -111,6 +111,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "reward_model.enable": True,
         "reward_model.model.path": "{folder}/reward",
         "reward_model.model.override_config": {"rms_norm_eps": 0.1},
+        "reward_model.weight": 0.6,
+        "reward_models": {"strict": {"path": "{folder}/other_reward", "weight": -1.7}},
+        "role_mapping": {"strict": "global_pool"},
         "custom_reward_function.reward_kwargs": {"scale": 0.5},
         f"{ROLLOUT}.n": 4,
         f"{ROLLOUT}.temperature": 1.3,
@@ -227,7 +230,9 @@ REACHES_A_FORMULA: dict[str, tuple[str, Any]] = {
     "critic.optim.lr_warmup_steps": ("warm-up", DEFAULT),
     "critic.optim.lr_warmup_steps_ratio": ("one step", DEFAULT),
     "reward_model.enable": ("grpo", DEFAULT),
+    "reward_model.weight": ("grpo", DEFAULT),
     "reward_model.model.path": ("grpo", "{folder}/other_reward"),
+    "reward_models": ("grpo", DEFAULT),
     "reward_model.model.override_config": ("grpo", DEFAULT),
     "custom_reward_function.name": ("gae", DEFAULT),
     "custom_reward_function.reward_kwargs": ("grpo", DEFAULT),
@@ -338,4 +343,6 @@ def settings_of(run: str, folder: Path, **further: Any) -> dict[str, Any]:
 
 
 def filled(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {name: filled(part, folder) for name, part in value.items()}
     return value.replace("{folder}", str(folder)) if isinstance(value, str) else value

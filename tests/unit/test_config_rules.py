@@ -389,6 +389,49 @@ def test_reward_settings_without_effect_are_refused():
     assert "reward_model.model.path" in refusal("reward_model.enable=true")
 
 
+SAFETY = ["reward_models.safety.path=my/safety", "role_mapping.safety=global_pool"]
+
+
+def test_a_further_reward_model_is_a_role_with_the_settings_of_the_first():
+    first = ["reward_model.enable=true", "reward_model.model.path=x", "reward_model.weight=0.5"]
+    settings = ["reward_model.micro_batch_size_per_gpu=3", "reward_model.model.fsdp_config.param_offload=true"]
+    own_pool = ["role_mapping.safety=safety_pool", "resource_pool_spec.safety_pool=[3]"]
+    config = small(*SAFETY, *own_pool, "reward_models.safety.weight=-2", *settings, *first)
+    assert config.active_roles == ("actor", "rollout", "critic", "reward_model", "safety")
+    assert config.num_processes("safety") == 3 and config.custom_roles == ()
+    one, safety = config.reward_models_by_role.values()
+    assert one is config.reward_model and (one.model.path, one.weight) == ("x", 0.5)
+    assert (safety.model.path, safety.weight, safety.micro_batch_size_per_gpu) == ("my/safety", -2.0, 3)
+    assert safety.model.fsdp_config.param_offload
+    alone = small(*SAFETY, "worker_classes.judge=a.Judge", "role_mapping.judge=global_pool")
+    assert alone.active_roles == ("actor", "rollout", "critic", "safety", "judge")
+    assert list(alone.reward_models_by_role) == ["safety"] and alone.custom_roles == ("judge",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["reward_models.safety.weight=2", SAFETY[1]], "reward_models.safety.path: this key is not set; set it"),
+        (["reward_models.safety.path=", SAFETY[1]], 'reward_models.safety.path="": '),
+        ([*SAFETY, "reward_models.safety.wieght=2"], "reward_models.safety.wieght: there is no such key"),
+        ([*SAFETY, "reward_models.safety.weight=nan"], "reward_models.safety.weight=NaN: expected a finite number"),
+        (["reward_model.weight=-inf"], "reward_model.weight=-Infinity: expected a finite number"),
+        ([SAFETY[0]], "role_mapping.safety is not set, but reward_models.safety is a reward model of this run"),
+        ([SAFETY[0], "role_mapping.safety=safe"], "role_mapping.safety=safe: there is no such pool"),
+        ([SAFETY[1]], "a reward model reward_models.safety.path"),
+        (["reward_models.critic.path=x"], "reward_models.critic: critic is a role already"),
+        ([*SAFETY, "worker_classes.safety=a.Judge"], "reward_models.safety: safety is a role already"),
+        ([*SAFETY, "algorithm.filter_groups.enable=true"], "before the reward model scores the batch"),
+        (
+            [*SAFETY, *BY_TOKENS, "reward_model.forward_max_token_len_per_gpu=9"],
+            "reward_model.forward_max_token_len_per_gpu=9 tokens",
+        ),
+    ],
+)
+def test_a_further_reward_model_that_cannot_score_is_refused(overrides: list[str], expected: str):
+    assert expected in refusal(*overrides)
+
+
 def test_a_logger_is_known_and_named_once():
     assert "expected 'console'" in refusal("trainer.logger=[console,wndb]")
     assert "names a logger twice" in refusal("trainer.logger=[console,console]")

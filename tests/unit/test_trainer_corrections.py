@@ -56,7 +56,7 @@ def experience(*settings: str, **correction: Any) -> Experience:
         [
             "data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2",
             "algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "trainer.balance_batch=false",
-            *settings, *corrections,
+            "worker_classes.judge=own.Models", "role_mapping.judge=global_pool", *settings, *corrections,
         ]
     )  # fmt: skip
     maker = ExperienceMaker(

@@ -201,6 +201,22 @@ def test_only_roles_beside_the_rollout_engine_hand_memory_back(deepseek_7b: str)
     assert shares == {"actor": True, "critic": False, "reward_model": True}
 
 
+def test_each_reward_model_takes_its_own_memory(deepseek_7b: str):
+    models = ["reward_model.enable=true", f"reward_model.model.path={deepseek_7b}"]
+    models += [f"reward_models.safety.path={deepseek_7b}", "role_mapping.safety=critic_pool"]
+    config = script_config(deepseek_7b, *models)
+    # One score in place of the language-model head, bfloat16 on each of 4.
+    weights = 2 * (SEVEN_BILLION - 102400 * 4096 + 4096) / 1e9 / 4
+    for name in ("critic update", "safety forward pass", "reward_model forward pass"):
+        parts = phase(config, name)
+        assert parts["reward_model weights"] == parts["safety weights"] == pytest.approx(weights)
+    offloaded = script_config(deepseek_7b, *models, "reward_model.model.fsdp_config.param_offload=true")
+    assert "safety weights" not in phase(offloaded, "critic update").keys() | phase(
+        offloaded, "reward_model forward pass"
+    )
+    assert phase(offloaded, "safety forward pass")["safety weights"] == pytest.approx(weights)
+
+
 def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bool) -> float:
     """Bytes of the tensors that autograd saves in the backbone, parameters aside, for each token."""
     torch.manual_seed(0)

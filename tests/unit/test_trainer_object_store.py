@@ -47,6 +47,9 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
     assert ["together", "3.50", "GiB"] in lines and lines[-2][-2:] == ["3.00", "GiB"]
 
 
+TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [f"role_mapping.{name}=global_pool" for name in "ab"]
+
+
 @pytest.mark.parametrize(
     ("settings", "floats"),
     [
@@ -54,6 +57,7 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
         (["algorithm.adv_estimator=grpo"], 6),
         ([], 7),  # and values
         (["algorithm.use_kl_in_reward=true", "reward_model.enable=true"], 11),
+        (["algorithm.use_kl_in_reward=true", "reward_model.enable=true", *TWO_MORE], 13),
         (["algorithm.adv_estimator=optimal_token_baseline"], 9),  # 6, and old_log_probs, entropys, sum_pi_squared
     ],
 )

@@ -5,10 +5,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Future
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
-from verl_like.trainer.scoring import reward_columns, total_scores
+from verl_like.trainer.scoring import ModelScores, reward_columns, reward_means, total_scores
+from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -22,6 +23,13 @@ class Judge(Worker):
         return data
 
 
+class Done(Future[DataProto]):
+    """A call that has ended."""
+
+    def __init__(self, value: DataProto) -> None:
+        self._finished, self._error, self._value = True, None, value
+
+
 class Silent(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def annotate(self, data: DataProto) -> DataProto:
@@ -29,7 +37,8 @@ class Silent(Worker):
 
 
 def test_the_reward_is_the_weighted_sum_of_the_declared_columns_alone():
-    columns = reward_columns({"judge": Judge, "silent": Silent, "reward_model": RewardModelWorker}, with_rules=True)
+    classes = {"judge": Judge, "silent": Silent, "reward_model": RewardModelWorker}
+    columns = reward_columns(classes, {"reward_model": RewardModelConfig.model_construct(weight=1.0)}, with_rules=True)
     assert columns == {"rule_scores": 1.0, "politeness": -0.5, "rm_scores": 1.0}
     batch = DataProto.from_dict(
         tensors={
@@ -42,8 +51,33 @@ def test_the_reward_is_the_weighted_sum_of_the_declared_columns_alone():
     assert total_scores(batch, columns).tolist() == [[0.0, 1.0 + 0.25 - 2.0], [3.0 + 0.5 + 0.5, 0.0]]
 
 
+class HalvingRewardModel(RewardModelWorker):
+    reward_columns: ClassVar = {"rm_scores": 0.5}
+
+
+def test_each_reward_model_has_a_column_and_a_weight_of_its_own():
+    classes = {"reward_model": HalvingRewardModel, "safety": RewardModelWorker, "judge": Judge}
+    models = {
+        "reward_model": RewardModelConfig.model_construct(weight=3.0),
+        "safety": RewardModelConfig.model_construct(weight=-0.25),
+    }
+    columns = reward_columns(classes, models, with_rules=False)
+    assert columns == {"rm_scores": 1.5, "rm_scores/safety": -0.25, "politeness": -0.5}
+    scores = torch.tensor([[0.0, 4.0], [2.0, 0.0], [0.0, 6.0]])
+    batch = DataProto.from_dict({"response_mask": torch.tensor([[1, 1], [1, 0], [0, 0]]), "politeness": 0 * scores})
+    for role, factor in (("reward_model", 1.0), ("safety", 10.0)):
+        returned = DataProto.from_dict({"rm_scores": factor * scores}, meta_info={"metrics": {}})
+        batch = batch.union(ModelScores(role, Done(returned)).get())
+    # 1.5 * 4 - 0.25 * 40, 1.5 * 2 - 0.25 * 20, 1.5 * 6 - 0.25 * 60
+    assert total_scores(batch, columns).tolist() == [[0.0, -4.0], [-2.0, 0.0], [0.0, -6.0]]
+    # The last sample was skipped.
+    means = {name: metric.value for name, metric in reward_means(batch, columns).items()}
+    assert means == {"reward/rm_scores/mean": 3.0, "reward/rm_scores/safety/mean": 30.0, "reward/politeness/mean": 0.0}
+    assert reward_means(batch, {"rm_scores": 2.0}) == {}, "it is critic/score/mean"
+
+
 def test_without_a_rule_a_reward_model_or_a_role_that_rewards_there_is_no_reward():
-    assert reward_columns({"actor": Worker, "silent": Silent}, with_rules=False) == {}
+    assert reward_columns({"actor": Worker, "silent": Silent}, {}, with_rules=False) == {}
 
 
 def test_a_reward_column_that_nothing_writes_is_refused():
@@ -51,14 +85,14 @@ def test_a_reward_column_that_nothing_writes_is_refused():
         reward_columns: ClassVar = {"politness": 1.0}
 
     with pytest.raises(ValueError, match=r"Misspelt.reward_columns has 'politness'.*writes=\[...\] of its annotate"):
-        reward_columns({"judge": Misspelt}, with_rules=True)
+        reward_columns({"judge": Misspelt}, {}, with_rules=True)
 
 
 def test_a_reward_column_of_two_roles_is_refused():
     with pytest.raises(ValueError, match="'politeness', which another role or the rules write as well: rename"):
-        reward_columns({"judge": Judge, "second_judge": Judge}, with_rules=True)
+        reward_columns({"judge": Judge, "second_judge": Judge}, {}, with_rules=True)
 
 
 def test_a_reward_column_of_a_role_that_validation_does_not_call_is_refused():
     with pytest.raises(ValueError, match="'politeness', but only a reward model and custom roles reward, not the"):
-        reward_columns({"ref": Judge}, with_rules=True)
+        reward_columns({"ref": Judge}, {}, with_rules=True)

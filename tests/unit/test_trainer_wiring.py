@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from verl_like.rewards.manager import RewardSample
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer import ppo_inputs, ppo_workers
@@ -57,6 +59,21 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
         "reward_model": {"config": config.reward_model, "shares_device": False},
         "judge": {"config": config},
     }
+
+
+def test_a_further_reward_model_has_the_class_of_the_first_and_names_its_own_key():
+    class OwnRewardModel(RewardModelWorker):
+        pass
+
+    models = ["reward_model.enable=true", "reward_model.model.path=judge", "reward_models.safety.path=missing/no/model"]
+    config = config_of(*models, "placement=split", "role_mapping.safety=actor_rollout_ref_pool")
+    mapping = ppo_workers.build_role_worker_mapping(config, {"reward_model": OwnRewardModel})
+    assert mapping["reward_model"].cls is mapping["safety"].cls is OwnRewardModel
+    assert mapping["reward_model"].kwargs == {"config": config.reward_model, "shares_device": False}
+    safety = {"config": config.reward_models_by_role["safety"], "model_key": "reward_models.safety"}
+    assert mapping["safety"].kwargs == safety | {"shares_device": True}
+    with pytest.raises(ValueError, match=r"^reward_models\.safety\.path=missing/no/model: there is no model"):
+        OwnRewardModel(**mapping["safety"].kwargs).build_model(True)
 
 
 def test_a_role_without_a_class_of_its_own_is_a_plain_worker_with_the_whole_configuration():

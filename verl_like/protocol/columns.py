@@ -47,7 +47,7 @@ _TABLE = [
     Column("is_skipped", "tensor", "B", "bool", "driver, from the reward function",
            "True on rows that could not be scored; they count in no loss."),
     Column("rm_scores", "tensor", "B R", "float32", "compute_rm_score",
-           "Score of the reward model, placed on the last response token."),
+           "Score of the reward model, placed on the last response token; that of a further one is rm_scores/<name>."),
     Column("token_level_scores", "tensor", "B R", "float32", "driver", "Sum of the scores, before any KL penalty."),
     Column("token_level_rewards", "tensor", "B R", "float32", "driver",
            "token_level_scores minus the KL penalty where the KL is in the reward."),

@@ -19,7 +19,15 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
-from verl_like.trainer.scoring import PendingScores, RuleScorer, groups_differ, scores_by_reward, total_scores
+from verl_like.trainer.scoring import (
+    ModelScores,
+    PendingScores,
+    RuleScorer,
+    groups_differ,
+    reward_means,
+    scores_by_reward,
+    total_scores,
+)
 from verl_like.workers.planning.flops import ModelCost
 
 Generated = tuple[DataProto, PendingScores | None, dict[str, Metric]]
@@ -91,10 +99,10 @@ class ExperienceMaker:
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
-        if reward_model := self.groups.get(Role.RewardModel):
-            pending.append(work.submit(reward_model.compute_rm_score, batch))
+        for role in self.config.reward_models_by_role:
+            pending.append(ModelScores(role, work.submit(self.groups[role].compute_rm_score, batch)))
         # Not in balanced order, so that the samples of a prompt stay together.
-        pending += [group.annotate.remote(batch) for role, group in self.groups.items() if role not in set(Role)]
+        pending += [self.groups[role].annotate.remote(batch) for role in self.config.custom_roles]
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
 
@@ -117,11 +125,12 @@ class ExperienceMaker:
         """
         batch, scores, generation_metrics = self.generate(prompts, num_samples)
         pending: list[Any] = []
-        if reward_model := self.groups.get(Role.RewardModel):
-            pending.append(reward_model.compute_rm_score.remote(batch))
-        for role, group in self.groups.items():
-            if role not in set(Role) and self.reward_columns.keys() & set(group.annotate.spec.writes or ()):
-                pending.append(group.annotate.remote(batch))
+        for role in self.config.reward_models_by_role:
+            pending.append(ModelScores(role, self.groups[role].compute_rm_score.remote(batch)))
+        for role in self.config.custom_roles:
+            annotate = self.groups[role].annotate
+            if self.reward_columns.keys() & set(annotate.spec.writes or ()):
+                pending.append(annotate.remote(batch))
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
         scores_B = total_scores(batch, self.reward_columns).sum(-1)
@@ -224,7 +233,7 @@ class ExperienceMaker:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
         columns["response_mask"] = mask_BR
         columns["token_level_scores"] = total_scores(batch, self.reward_columns)
-        metrics = {}
+        metrics = reward_means(batch, self.reward_columns)
         if (buffer := self.config.reward.overlong_buffer).enable:
             max_length = mask_BR.size(1)
             lengths_B = columns["attention_mask"][:, -max_length:].sum(-1)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.roles import Role
+from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
@@ -162,13 +162,17 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
         reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
     )
     log_probs = log_prob_micro_batching(policy.ref)
-    classifiers = {Role.Critic: AutoModelForTokenClassification, Role.RewardModel: AutoModelForSequenceClassification}
-    roles: list[tuple[Role, str, ModelConfig | None, TrainedFsdpConfig | ForwardFsdpConfig, MicroBatching]] = [
+    classifiers: dict[str, Any] = dict.fromkeys(config.reward_models_by_role, AutoModelForSequenceClassification)
+    classifiers[Role.Critic] = AutoModelForTokenClassification
+    roles: list[tuple[str, str, ModelConfig | None, TrainedFsdpConfig | ForwardFsdpConfig, MicroBatching]] = [
         (Role.Actor, "actor_rollout_ref.model", policy.model, policy.actor.fsdp_config, updates),
         (Role.RefPolicy, "actor_rollout_ref.model", policy.model, policy.ref.fsdp_config, log_probs),
         (Role.Teacher, TEACHER_PATH, policy.teacher_model, policy.ref.fsdp_config, log_probs),
         (Role.Critic, "critic.model", critic.model, critic.model.fsdp_config, critic_updates),
-        (Role.RewardModel, "reward_model.model", reward.model, reward.model.fsdp_config, scores),
+        *(
+            (role, reward_model_key(role), own.model, own.model.fsdp_config, scores)
+            for role, own in config.reward_models_by_role.items()
+        ),
     ]
     found = []
     for role, key, model, fsdp, passes in roles:

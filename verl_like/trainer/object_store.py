@@ -22,19 +22,19 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     length |= {"T": length["P"] + length["R"], "B": 1}
     size = {"int64": 8, "float32": 4, "bool": 1}
     correction, loss_needs = config.algorithm.rollout_correction, config.loss_needs
-    is_made = {
+    times_made = {
         "compute_values": config.needs_critic,
         "compute_ref_log_prob": config.needs_reference,
         "compute_log_prob": config.needs_old_log_probs,
-        "compute_rm_score": config.reward_model.enable,
+        "compute_rm_score": len(config.reward_models_by_role),
         "compute_log_prob, for the estimator": "sum_pi_squared" in config.estimator_needs,
         "driver, by rollout_is": bool(correction.rollout_is),
         "driver, by rollout_rs": bool(correction.rollout_rs),
         "driver, by the policy loss": "selected_tokens" in loss_needs,
         "compute_teacher_log_prob, or a custom role": "teacher_log_prob" in loss_needs,
     }
-    made = [column for column in COLUMNS.values() if column.kind == "tensor" and is_made.get(column.writer, True)]
-    row_bytes = sum(size[column.dtype] * length[column.dims[-1]] for column in made)
+    columns = [column for column in COLUMNS.values() if column.kind == "tensor"]
+    row_bytes = sum(times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns)
     num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
     model = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", AutoModelForCausalLM)
     dtype = config.actor_rollout_ref.rollout.dtype

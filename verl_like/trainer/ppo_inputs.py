@@ -30,6 +30,7 @@ from verl_like.trainer.ppo_workers import (
     check_pools_fit_this_machine,
     import_worker_class,
 )
+from verl_like.trainer.roles import reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
@@ -94,15 +95,15 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
     mapping = build_role_worker_mapping(config, own_classes)
-    columns = reward_columns({role: built.cls for role, built in mapping.items()}, with_rules=scorer is not None)
+    classes = {role: built.cls for role, built in mapping.items()}
+    columns = reward_columns(classes, config.reward_models_by_role, with_rules=scorer is not None)
     if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
         raise ValueError(
             f"nothing rewards the responses to {num_without_rule} of {len(rows)} rows: their reward_model.style is "
-            "'model', but reward_model.enable is false and no custom role has reward_columns; enable the reward "
-            "model, set custom_reward_function.path, or correct the rows."
+            "'model', but reward_model.enable is false and neither reward_models nor a custom role with reward_columns "
+            "is there; enable the reward model, set custom_reward_function.path, or correct the rows."
         )
-    if numbers is not None:
-        check_names_of_rewards(config, columns, numbers)
+    check_names_of_rewards(config, columns, numbers)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     notes += [memory] if memory else []
     return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes))
@@ -113,14 +114,15 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
     return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
 
 
-def check_names_of_rewards(config: PPOConfig, columns: Collection[str], numbers: Collection[str]) -> None:
-    """Raises ValueError where dynamic sampling or the estimator names a reward that the run does not have."""
+def check_names_of_rewards(config: PPOConfig, columns: Collection[str], numbers: Collection[str] | None) -> None:
+    """Raises ValueError where dynamic sampling or the estimator names a reward that the run does not have. `numbers` is
+    what `RuleScorer.check` returned."""
     algorithm = config.algorithm
-    if algorithm.filter_groups.enable:
+    if algorithm.filter_groups.enable and numbers is not None:
         require_metric(algorithm.filter_groups.metric, ["reward", *numbers])
     options = read_options(get_adv_estimator_fn(algorithm.adv_estimator), algorithm=algorithm)
     if isinstance(options, AdvantageOptions):
-        options.require_rewards([*columns, *numbers])
+        options.require_rewards([*columns, *(numbers or [])], are_all=numbers is not None)
 
 
 def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]) -> None:
@@ -170,7 +172,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     if config.needs_teacher and policy.teacher_model:
         models[TEACHER_PATH] = policy.teacher_model
     models |= {"critic.model": config.critic.model} if config.needs_critic else {}
-    return models | ({"reward_model.model": config.reward_model.model} if config.reward_model.enable else {})
+    return models | {reward_model_key(role): reward.model for role, reward in config.reward_models_by_role.items()}
 
 
 def check_models(config: PPOConfig) -> None:
@@ -198,7 +200,7 @@ def check_models(config: PPOConfig) -> None:
         fetch_weights(model, key=key)
     policy_part = "actor_rollout_ref.actor", config.actor_rollout_ref.actor
     for key, hf_config in configs.items():
-        if key != "reward_model.model":
+        if not key.startswith("reward_model"):
             name, part = ("critic", config.critic) if key == "critic.model" else policy_part
             size = part.ulysses_sequence_parallel_size
             require_shares_of_heads(hf_config, size, f"{name}.ulysses_sequence_parallel_size")

@@ -88,7 +88,7 @@ class RayPPOTrainer:
             config=config,
             groups=self.groups,
             rule_scorer=self.rule_scorer,
-            reward_columns=reward_columns(worker_classes, with_rules=self.rule_scorer is not None),
+            reward_columns=reward_columns(worker_classes, config.reward_models_by_role, self.rule_scorer is not None),
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
             model_cost=ModelCost.of(model),
             timer=self.recorder.timer,

@@ -11,7 +11,7 @@ from verl_like.single_controller.ray.resource_pool import RayResourcePool, Resou
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.roles import Role, process_groups
+from verl_like.trainer.roles import Role, process_groups, reward_model_key
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
@@ -38,8 +38,10 @@ def build_role_worker_mapping(
         Role.RefPolicy: (ReferenceWorker, dict(policy)),
         Role.Teacher: (TeacherWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
-        Role.RewardModel: (RewardModelWorker, {"config": config.reward_model}),
     }
+    for role, model in config.reward_models_by_role.items():
+        key = {} if role == Role.RewardModel else {"model_key": reward_model_key(role)}
+        built_in[role] = own_classes.get(Role.RewardModel, RewardModelWorker), {"config": model} | key
     mapping = {}
     for role in config.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))

@@ -15,6 +15,11 @@ class Role(StrEnum):
     RewardModel = "reward_model"
 
 
+def reward_model_key(role: str) -> str:
+    """The configuration key of the model of a reward model's role."""
+    return "reward_model.model" if role == Role.RewardModel else f"reward_models.{role}"
+
+
 def process_groups(role_mapping: dict[str, str]) -> list[tuple[str, list[str]]]:
     """Which roles share a process: `[(pool, roles), ...]`, one entry a worker group.
 

@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto, Future, Metric
 from verl_like.rewards.manager import RewardManager, RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.roles import Role
+from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedSample
 
 _PAUSE_S = 0.01
@@ -24,26 +25,59 @@ EXTRA_PREFIX = "reward_extra/"
 """What a reward function returns besides the score, per sample, becomes columns with this prefix."""
 
 
-def reward_columns(worker_classes: Mapping[str, type[Worker]], with_rules: bool) -> dict[str, float]:
+def reward_columns(
+    worker_classes: Mapping[str, type[Worker]], reward_models: Mapping[str, RewardModelConfig], with_rules: bool
+) -> dict[str, float]:
     """The columns whose weighted sum is the reward: those that the worker class of each role declares, and the rules'.
+
+    The weight of each of `reward_models`, by their roles, multiplies those that its class declares.
 
     Raises:
         ValueError: a column that its class does not write, that two roles write, or of a role that does not reward.
     """
     columns = dict(RULE_COLUMNS) if with_rules else {}
     for role, worker_class in worker_classes.items():
-        method = "compute_rm_score" if role == Role.RewardModel else "annotate"
+        model = reward_models.get(role)
+        method = "compute_rm_score" if model else "annotate"
         spec = registered_methods(worker_class).get(method)
         for name, weight in worker_class.reward_columns.items():
+            column = column_of(name, role) if model else name
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
-            if role in set(Role) - {Role.RewardModel}:
+            if role in set(Role) and not model:
                 raise ValueError(f"{where}, but only a reward model and custom roles reward, not the {role}.")
             if name not in ((spec and spec.writes) or ()):
                 raise ValueError(f"{where}, which is not in the writes=[...] of its {method}: name it there.")
-            if name in columns:
+            if column in columns:
                 raise ValueError(f"{where}, which another role or the rules write as well: rename the column.")
-            columns[name] = weight
+            columns[column] = weight * model.weight if model else weight
     return columns
+
+
+def column_of(name: str, role: str) -> str:
+    """The column of the batch for the column `name` of a reward model's worker: a further model's ends in its role."""
+    return name if role == Role.RewardModel else f"{name}/{role}"
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """The scores of a reward model, which may still be computed."""
+
+    role: str
+    pending: Future[DataProto]
+
+    def get(self) -> DataProto:
+        """What the model's worker returned, under the names of the batch."""
+        scores = self.pending.get()
+        names = list(scores.tensors())
+        return scores.rename(names, [column_of(name, self.role) for name in names])
+
+
+def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
+    """The mean of each reward before its weight, over the samples that were scored; nothing where there is only one."""
+    names = reward_columns if len(reward_columns) > 1 else ()
+    is_scored_B = batch.batch["response_mask"].any(-1)
+    scores = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
+    return {f"reward/{name}/mean": Metric.mean(float(of.mean()), weight=len(of)) for name, of in scores.items()}
 
 
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:

@@ -29,7 +29,7 @@ class ModelWorker(Worker):
     """
 
     model_class: ClassVar[type[PackedModel]]
-    model_key: ClassVar[str]
+    model_key: str
     """The configuration key of `model_config`, for messages."""
     model_config: ModelConfig
     fsdp_config: ForwardFsdpConfig | TrainedFsdpConfig

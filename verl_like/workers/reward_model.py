@@ -16,14 +16,16 @@ from verl_like.workers.planning.partition import MicroBatching
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of the reward model. It reads the policy's token ids, so both share a vocabulary."""
+    """One rank of a reward model. It reads the policy's token ids, so both share a vocabulary."""
 
     model_class = RewardModel
-    model_key = "reward_model.model"
     reward_columns: ClassVar = {"rm_scores": 1.0}
 
-    def __init__(self, config: RewardModelConfig, shares_device: bool = False) -> None:
+    def __init__(
+        self, config: RewardModelConfig, shares_device: bool = False, model_key: str = "reward_model.model"
+    ) -> None:
         super().__init__(shares_device)
+        self.model_key = model_key
         self.config = config
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config

@@ -250,7 +250,9 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
 def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
     path = ".".join([*prefix, *map(str, detail["loc"])]) or "configuration"
     if detail["type"] == "missing":
-        return f"{path}: this key is not set; does the YAML file start with 'defaults: [{base}, _self_]'?"
+        return f"{path}: this key is not set; set it, or start the YAML file with 'defaults: [{base}, _self_]'"
+    if detail["type"] == "extra_forbidden":
+        return f"{path}: there is no such key"
     if detail["type"] == "value_error":
         problem = str(detail["ctx"]["error"])
         return f"{path}: {problem}" if isinstance(detail["input"], dict) else f"{path}={detail['input']}: {problem}"

@@ -30,10 +30,11 @@ def pools_are_not_empty(config: PPOConfig) -> Iterator[str]:
 def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
     built_in = [role.value for role in Role]
     for role in config.role_mapping:
-        if role not in built_in and role not in config.worker_classes:
+        if role not in (*built_in, *config.worker_classes, *config.reward_models):
             yield (
                 f"role_mapping.{role}: the built-in roles are {', '.join(built_in)}; a custom role also "
-                f"needs worker_classes.{role}=package.module.Class{_nearest(role, built_in)}"
+                f"needs worker_classes.{role}=package.module.Class, a reward model reward_models.{role}.path"
+                f"{_nearest(role, built_in)}"
             )
     for role, path in config.worker_classes.items():
         if role not in config.role_mapping:
@@ -47,6 +48,15 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
             yield f"worker_classes.{role}={path}: expected an import path, package.module.Class"
 
 
+def reward_models_have_names_of_their_own(config: PPOConfig) -> Iterator[str]:
+    for name in config.reward_models:
+        if name in (*Role, *config.worker_classes):
+            yield (
+                f"reward_models.{name}: {name} is a role already, built-in or of worker_classes; give the reward model "
+                "another name"
+            )
+
+
 def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
     pools = list(config.resource_pool_spec)
     reasons: dict[str, str] = {
@@ -54,6 +64,7 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
         Role.Teacher: "the policy loss learns from a teacher",
         Role.Critic: "the advantage estimator needs values",
         Role.RewardModel: "reward_model.enable is true",
+        **{name: f"reward_models.{name} is a reward model of this run" for name in config.reward_models},
     }
     for role in config.active_roles:
         pool = config.role_mapping.get(role)
@@ -163,7 +174,8 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     reported: set[tuple[int, int]] = set()
     for key, switch, role in TOKEN_BUDGETS:
-        is_used = role in config.active_roles and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
+        is_active = config.reward_models_by_role if role == Role.RewardModel else role in config.active_roles
+        is_used = is_active and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
         budget: int = attrgetter(key)(config)
         sequence_parallel_key, shared_by = _sequence_parallel(config, role)
         if not is_used or budget * shared_by >= prompt + response or (budget, shared_by) in reported:
@@ -194,10 +206,10 @@ def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
 
 
 def dynamic_sampling_compares_what_rules_score(config: PPOConfig) -> Iterator[str]:
-    if config.algorithm.filter_groups.enable and config.reward_model.enable:
+    if config.algorithm.filter_groups.enable and config.reward_models_by_role:
         yield (
             "algorithm.filter_groups.enable=true drops prompts before the reward model scores the batch, so it would "
-            "not see those scores; set reward_model.enable=false or filter_groups.enable=false"
+            "not see those scores; set filter_groups.enable=false, or reward_model.enable=false and no reward_models"
         )
 
 
@@ -279,7 +291,10 @@ def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
         yield f"trainer.logger={list(config.trainer.logger)} names a logger twice"
 
 
-PLACEMENT_RULES = (pools_are_not_empty, every_role_has_a_worker, every_role_has_a_pool, every_pool_has_a_role)
+PLACEMENT_RULES = (
+    *(pools_are_not_empty, every_role_has_a_worker, reward_models_have_names_of_their_own),
+    *(every_role_has_a_pool, every_pool_has_a_role),
+)
 BATCH_RULES = (sizes_divide_the_pool, updates_split_evenly, token_budgets_hold_the_longest_sequence)
 OTHER_RULES = (
     groups_have_several_responses,

@@ -13,7 +13,13 @@ from verl_like.algorithms.registry import Registry, required_inputs
 from verl_like.config_model import ConfigModel, OpenConfigModel, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
-from verl_like.workers.config.roles import ActorRolloutRefConfig, CriticConfig, KlPenalty, RewardModelConfig
+from verl_like.workers.config.roles import (
+    ActorRolloutRefConfig,
+    CriticConfig,
+    FurtherRewardModelConfig,
+    KlPenalty,
+    RewardModelConfig,
+)
 
 
 def _refuse_zero(value: int) -> int:
@@ -192,6 +198,9 @@ class PPOConfig(RunConfig):
     actor_rollout_ref: ActorRolloutRefConfig
     critic: CriticConfig
     reward_model: RewardModelConfig
+    reward_models: dict[str, FurtherRewardModelConfig] = Field(default={})
+    """Further reward models by name, each a role with a place in role_mapping: reward_models.<name>.path and .weight, 1
+    by default. Their other settings are those of reward_model, which may be off."""
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -242,6 +251,22 @@ class PPOConfig(RunConfig):
         return bool(is_needed) and not correction.bypass_mode
 
     @property
+    def reward_models_by_role(self) -> dict[str, RewardModelConfig]:
+        """The reward models of this run, with all their settings."""
+        first = self.reward_model
+        return ({Role.RewardModel.value: first} if first.enable else {}) | {
+            name: first.model_copy(
+                update={"model": first.model.model_copy(update={"path": own.path}), "weight": own.weight}
+            )
+            for name, own in self.reward_models.items()
+        }
+
+    @property
+    def custom_roles(self) -> tuple[str, ...]:
+        """Roles of `worker_classes` that are new: they annotate the batch."""
+        return tuple(role for role in self.role_mapping if role not in {*Role, *self.reward_models})
+
+    @property
     def active_roles(self) -> tuple[str, ...]:
         """Roles that this run starts, built-in ones first; `role_mapping` may also hold built-in roles it does not."""
         needed = {
@@ -250,10 +275,9 @@ class PPOConfig(RunConfig):
             Role.RefPolicy: self.needs_reference,
             Role.Teacher: self.needs_teacher,
             Role.Critic: self.needs_critic,
-            Role.RewardModel: self.reward_model.enable,
         }
-        new_roles = [role for role in self.role_mapping if role not in needed]
-        return (*(role.value for role, is_needed in needed.items() if is_needed), *new_roles)
+        built_in = (role.value for role, is_needed in needed.items() if is_needed)
+        return (*built_in, *self.reward_models_by_role, *self.custom_roles)
 
     @property
     def num_processes_of_run(self) -> int:

@@ -160,6 +160,8 @@ class RewardModelConfig(ConfigModel):
     enable: bool = False
     """Score every response with a reward model. Rules are added to it: a custom_reward_function on every row, the
     built-in rewards on rows whose reward_model.style is not "model"."""
+    weight: float = 1.0
+    """Of its score in the reward, the weighted sum of all scores."""
     model: RewardModelModelConfig = RewardModelModelConfig()
     micro_batch_size_per_gpu: PositiveInt = 8
     """Responses per forward pass on one rank."""
@@ -167,3 +169,12 @@ class RewardModelConfig(ConfigModel):
     """Fill those passes by tokens, up to forward_max_token_len_per_gpu, instead of by responses."""
     forward_max_token_len_per_gpu: Annotated[PositiveInt, Follows("${critic.forward_max_token_len_per_gpu}")]
     """Most tokens, without padding, of such a pass on one rank."""
+
+
+class FurtherRewardModelConfig(ConfigModel):
+    """What is a further reward model's own; its other settings are those of `reward_model`."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or hub name of the pretrained reward model."""
+    weight: float = 1.0
+    """Of its score in the reward."""

@@ -34,7 +34,8 @@ def model_setting(key: str, name: str) -> str:
     """The full key of a setting of the model that `key` names, for messages."""
     if key == TEACHER_PATH:
         return TEACHER_PATH if name == "path" else f"actor_rollout_ref.model.{name}"
-    return f"{key}.{name}"
+    # Of a further reward model only the path is its own.
+    return f"reward_model.model.{name}" if key.startswith("reward_models.") and name != "path" else f"{key}.{name}"
 
 
 def load_pretrained(
