@@ -1,7 +1,10 @@
 """Requests for rollout engines, runs of them, and the log-probabilities of transformers to compare with."""
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +99,63 @@ def run_with_abort(
     gone = engine.abort([*aborted, "unknown"])
     completions |= dict(each for ended in engine.stream() for each in ended)
     return completions, gone, run(engine, [request for request in requests if request.name in aborted])
+
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Callable[[Named], Named]) -> Any:
+    """New weights, of which the engine's own loading gets what `change` makes of them."""
+    load = engine._load
+    engine._load = lambda weights, version: load(change(weights), version)
+    try:
+        return engine.load_weights(exports, exports[0].version)
+    finally:
+        engine._load = load
+
+
+def load_swapped(engine: RolloutEngine, exports: list[WeightExport], first: str, second: str) -> Any:
+    """New weights, of which the engine takes two parameters for each other."""
+    other = {first: second, second: first}
+    return load_changed(engine, exports, lambda weights: ((other.get(name, name), tensor) for name, tensor in weights))
+
+
+def load_torn(engine: RolloutEngine, exports: list[WeightExport], num_loaded: int) -> Any:
+    """New weights, of which the engine gets some before an error."""
+
+    def torn(weights: Named) -> Named:
+        for _ in range(num_loaded):
+            yield next(weights)
+        raise OSError("torn")
+
+    return load_changed(engine, exports, torn)
+
+
+def load_and_die(engine: RolloutEngine, exports: list[WeightExport], num_loaded: int) -> Any:
+    """New weights, and in the middle of them the process is killed."""
+
+    def killed(weights: Named) -> Named:
+        for _ in range(num_loaded):
+            yield next(weights)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return load_changed(engine, exports, killed)
+
+
+def memory(name: str) -> int:
+    """Bytes of a line of this process's status, such as VmHWM, its most memory so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def extra_memory(engine: RolloutEngine, exports: list[WeightExport]) -> int:
+    """Most bytes that the process needs beside the exports' and what it had before, while it loads them."""
+    for bucket in (bucket for export in exports for bucket in export.buckets):
+        bucket.data[::4096].sum()  # its pages count from now on
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = memory("VmRSS")
+    engine.load_weights(exports, exports[0].version)
+    return memory("VmHWM") - before
 
 
 @torch.no_grad()

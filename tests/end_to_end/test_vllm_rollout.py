@@ -1,6 +1,5 @@
 """A real vLLM, in a Ray actor as in a run, generates with the trainer's weights; transformers is the reference."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -187,15 +186,6 @@ def scaled(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
     return other
 
 
-def swapped(model: LlamaForCausalLM, version: int, first: str, second: str) -> list[WeightExport]:
-    """The model's weights, but these two parameters have traded places after their fingerprints were taken."""
-    wrong = scaled(model, 1.0)
-    parameters = wrong.get_parameter(first), wrong.get_parameter(second)
-    parameters[0].data, parameters[1].data = parameters[1].data, parameters[0].data
-    exports = zip(export(wrong, version), export(model, version), strict=True)
-    return [dataclasses.replace(sent, fingerprints=right.fingerprints) for sent, right in exports]
-
-
 def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
     """Every log-probability equals that of `model` on the row's tokens without padding; padding is padding."""
     for row in range(len(output)):
@@ -358,10 +348,10 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(process: Any, tied
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5  # five standard deviations
 
 
-def expect_sync_error(process: Any, message: str, exports: list[WeightExport], *, method: str = "call") -> None:
+def expect_error(outcome: Any, message: str, kind: str = "WeightSyncError") -> None:
     with pytest.raises(ray.exceptions.RayTaskError, match=message) as error:
-        ray.get(getattr(process, method).remote("load_weights", exports, exports[0].version), timeout=DEADLINE_S)
-    assert "WeightSyncError" in str(error.value)
+        ray.get(outcome, timeout=DEADLINE_S)
+    assert kind in str(error.value)
 
 
 def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: Any, tied_model: ModelAndFolder) -> None:
@@ -371,20 +361,11 @@ def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: An
     did_not_arrive = (
         "version 4 did not arrive at rollout rank 1: {} of 20 parameters differ from the trainer's: {}".format
     )
-
-    corrupt = export(other, 4)
-    corrupt[1].buckets[1].data[101] ^= 1
-    expect_sync_error(process, did_not_arrive(1, corrupt[1].buckets[1].names[0]), corrupt)
-    with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
-        call(process, "generate_sequences", prompt_batch())
-
-    call(process, "load_weights", export(model, 3), 3)
-    expect_sync_error(
-        process, did_not_arrive(20, "model.embed_tokens.weight, "), export(other, 4), method="call_without_loading"
-    )
-    expect_sync_error(
-        process, did_not_arrive(1, "model.embed_tokens.weight."), export(other, 4), method="call_and_change_a_weight"
-    )
+    for method, message in (
+        ("call_without_loading", did_not_arrive(20, "model.embed_tokens.weight, ")),
+        ("call_and_change_a_weight", did_not_arrive(1, "model.embed_tokens.weight.")),
+    ):
+        expect_error(getattr(process, method).remote("load_weights", export(other, 4), 4), message)
 
     for skipped, changed in (
         ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.qkv_proj.weight"),
@@ -393,17 +374,47 @@ def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: An
         call(process, "load_weights", export(model, 3), 3)
         named = [(name, value) for name, value in other.named_parameters() if name != skipped]
         short = [collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=4)]
-        expect_sync_error(process, rf"vLLM's parameter {changed} \(LlamaForCausalLM\) cannot be checked", short)
+        message = rf"vLLM's parameter {changed} \(LlamaForCausalLM\) cannot be checked"
+        expect_error(process.call.remote("load_weights", short, 4), message)
 
     for first, second in (
         ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"),
         ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
     ):
-        expect_sync_error(process, did_not_arrive(2, f"{first}, {second}."), swapped(other, 4, first, second))
+        loading = process.run.remote("load_swapped", export(other, 4), first, second)
+        expect_error(loading, did_not_arrive(2, f"{first}, {second}."))
+    with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
+        call(process, "generate_sequences", prompt_batch())
 
-    expect_sync_error(process, "version 2 was sent to an engine that already had 3", export(model, 2))
+    message = "version 2 was sent to an engine that already had 3"
+    expect_error(process.call.remote("load_weights", export(model, 2), 2), message)
     call(process, "load_weights", export(other, 4), 4)
     assert_generated_by(other, call(process, "generate_sequences", prompt_batch()))
+
+
+def test_an_update_that_changed_on_its_way_leaves_the_engine_as_it_was(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    call(process, "load_weights", export(tied_model[1], 5), 5)
+    corrupt = export(scaled(tied_model[1], 0.9), 6)
+    corrupt[1].buckets[1].data[101] ^= 1
+    message = f"version 6 changed on their way: 1 of 20 .*: {corrupt[1].buckets[1].names[0]}"
+    expect_error(process.call.remote("load_weights", corrupt, 6), message)
+    assert_generated_by(tied_model[1], call(process, "generate_sequences", prompt_batch()))
+
+
+# Of 20 parameters: none; the embedding and, of the first fused projection, q alone; all but the final norm.
+@pytest.mark.parametrize("num_loaded", [0, 2, 19])
+def test_an_engine_with_a_torn_update_refuses_to_generate_until_a_whole_one(
+    process: Any, tied_model: ModelAndFolder, num_loaded: int
+) -> None:
+    call(process, "load_weights", export(tied_model[1], 7), 7)
+    new = scaled(tied_model[1], 0.9)
+    expect_error(process.run.remote("load_torn", export(new, 8), num_loaded), "torn", "OSError")
+    with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
+        call(process, "generate_sequences", prompt_batch())
+    call(process, "load_weights", export(new, 7), 7)
+    assert_generated_by(new, call(process, "generate_sequences", prompt_batch()))
 
 
 def test_a_head_size_without_a_cpu_kernel_is_refused(process: Any, tiny_llama: Callable[..., ModelAndFolder]) -> None:
@@ -434,7 +445,7 @@ def test_a_replica_of_two_processes_generates_like_one(
     corrupt = export(model[1], 3)
     corrupt[0].buckets[0].data[7] ^= 1
     for outcome in [p.call.remote("load_weights", corrupt, 3) for p in replica]:
-        with pytest.raises(ray.exceptions.RayTaskError, match="version 3 did not arrive"):
+        with pytest.raises(ray.exceptions.RayTaskError, match="version 3 changed on their way"):
             ray.get(outcome, timeout=DEADLINE_S)
     for p in replica:
         ray.kill(p)

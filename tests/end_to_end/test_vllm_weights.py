@@ -14,9 +14,10 @@ from test_vllm_rollout import (
     prompt_batch,
     scaled,
     start_processes,
-    swapped,
 )
-from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from verl_like.workers.weight_sync import collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
@@ -81,7 +82,7 @@ def test_weights_arrive_or_are_missed_by_name(
 
     names = [ATTENTION.format(layer) + swapped_part for layer in range(2)]
     message = f"2 of {len(list(model.parameters()))} parameters differ from the trainer's: {', '.join(names)}."
-    for outcome in everywhere("load_weights", swapped(model, 3, *names), 3):
+    for outcome in [process.run.remote("load_swapped", export(model, 3), *names) for process in processes]:
         with pytest.raises(ray.exceptions.RayTaskError, match=message):
             ray.get(outcome, timeout=DEADLINE_S)
     ray.get(everywhere("load_weights", export(model, 3), 3), timeout=DEADLINE_S)
@@ -92,4 +93,29 @@ def test_weights_arrive_or_are_missed_by_name(
         for outcome in everywhere("load_weights", export(model, 4), 4):
             with pytest.raises(ray.exceptions.RayTaskError, match=message):
                 ray.get(outcome, timeout=DEADLINE_S)
+    ray.shutdown()
+
+
+def test_an_update_needs_two_buckets_of_memory_and_outlives_an_engine_that_is_killed_in_it(
+    tiny_llama: Callable[..., ModelAndFolder],
+) -> None:
+    path, _ = tiny_llama()
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+    model = save_model(path, LlamaConfig(**SIZES | sizes, head_dim=32))
+    bucket_bytes = 17 << 20  # as the embedding, the head, and a layer's gate_proj and up_proj together, and 1 MiB
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=500 << 20)
+    named = list(model.named_parameters())
+    exports = [collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=1, bucket_bytes=bucket_bytes)]
+    assert sum(export.num_bytes for export in exports) > 7 * bucket_bytes
+    staged = ray.put(exports)
+    (process,) = start_processes((path, model), ranks=[0])
+    for _ in range(2):  # the first also packs what the engine starts with
+        extra = ray.get(process.run.remote("extra_memory", staged), timeout=DEADLINE_S)
+    assert extra <= 2 * bucket_bytes
+
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(process.run.remote("load_and_die", staged, 17), timeout=DEADLINE_S)
+    (process,) = start_processes((path, model), ranks=[0])
+    ray.get(process.call.remote("load_weights", staged, 1), timeout=DEADLINE_S)
+    assert_generated_by(model, ray.get(process.call.remote("generate_sequences", prompt_batch()), timeout=DEADLINE_S))
     ray.shutdown()

@@ -313,7 +313,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         f"{ROLLOUT}.{name}"
         for name in (
             *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("max_num_batched_tokens", "max_num_seqs", "kv_after_update"),
+            *("max_num_batched_tokens", "max_num_seqs", "kv_after_update", "weight_transport"),
         )
     ],
     # Runs of their own: tests/end_to_end/test_local_algorithms.py, tests/unit/test_trainer_dynamic_sampling.py.

@@ -1,11 +1,12 @@
 """Fingerprints see where every number of every parameter is, and add up over shards; wrong weights do not go unseen."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+from rollout_requests import assert_drawn_by, load_changed, load_swapped, load_torn, make_requests, run
 from transformers import LlamaForCausalLM
 
 from verl_like.workers.config.models import TrainedModelConfig
@@ -156,25 +157,57 @@ def test_weights_of_a_new_version_that_are_the_old_ones_are_noticed(
     assert engine.policy_version is None
 
 
-def test_one_wrong_number_is_noticed_and_its_parameter_named(engine: RolloutEngine, model: ModelAndFolder) -> None:
-    corrupt = export(changed(model[1]), 8)
-    assert corrupt.buckets[0].names[0] == "model.embed_tokens.weight"  # of 17,408 bytes
-    corrupt.buckets[0].data[12345] ^= 1
-    with pytest.raises(
-        WeightSyncError, match=r"1 of 21 parameters differ from the trainer's: model.embed_tokens.weight.$"
-    ):
-        engine.load_weights([corrupt], 8)
+def test_a_number_that_changes_as_it_is_loaded_is_noticed_and_its_parameter_named(
+    engine: RolloutEngine, model: ModelAndFolder
+) -> None:
+    def off_by_a_bit(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            values = tensor.clone()
+            values.view(-1)[-1:].view(torch.int32).bitwise_xor_(int(name == "model.norm.weight"))
+            yield name, values
+
+    with pytest.raises(WeightSyncError, match=r"did not arrive .*: 1 of 21 parameters differ .*: model.norm.weight.$"):
+        load_changed(engine, [export(changed(model[1]), 8)], off_by_a_bit)
     assert engine.policy_version is None
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"),
-        ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
-    ],
-)
-def test_projections_that_trade_places_are_noticed_and_named(
+PAIRS = [
+    ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"),
+    ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+]
+
+
+@pytest.mark.parametrize("names", PAIRS)
+def test_projections_that_the_engine_takes_for_each_other_are_noticed_and_named(
+    engine: RolloutEngine, model: ModelAndFolder, names: tuple[str, str]
+) -> None:
+    right = export(changed(model[1]), 8)
+    message = f"did not arrive at rollout rank 1: 2 of 21 parameters differ from the trainer's: {', '.join(names)}.$"
+    with pytest.raises(WeightSyncError, match=message):
+        load_swapped(engine, [right], *names)
+    assert engine.policy_version is None
+    engine.load_weights([right], 8)
+    assert engine.policy_version == 8
+
+
+def assert_refused_before_anything_is_loaded(engine: RolloutEngine, wrong: WeightExport, message: str) -> None:
+    before = {name: value.clone() for name, value in engine.model.named_parameters()}
+    with pytest.raises(WeightSyncError, match=f"Weights of version 8 changed on their way: {message}"):
+        engine.load_weights([wrong], 8)
+    assert all(torch.equal(value, before[name]) for name, value in engine.model.named_parameters())
+    assert engine.policy_version == 7
+
+
+def test_one_wrong_number_is_noticed_before_anything_is_loaded(engine: RolloutEngine, model: ModelAndFolder) -> None:
+    corrupt = export(changed(model[1]), 8)
+    assert corrupt.buckets[0].names[0] == "model.embed_tokens.weight"  # of 17,408 bytes
+    corrupt.buckets[0].data[12345] ^= 1
+    message = "1 of 21 parameters differ from the trainer's: model.embed_tokens.weight.$"
+    assert_refused_before_anything_is_loaded(engine, corrupt, message)
+
+
+@pytest.mark.parametrize("names", PAIRS)
+def test_projections_that_trade_places_are_noticed_before_anything_is_loaded(
     engine: RolloutEngine, model: ModelAndFolder, names: tuple[str, str]
 ) -> None:
     right, wrong = changed(model[1]), changed(model[1])
@@ -182,10 +215,21 @@ def test_projections_that_trade_places_are_noticed_and_named(
     first.data, second.data = second.data, first.data
     swapped = dataclasses.replace(export(wrong, 8), fingerprints=export(right, 8).fingerprints)
     message = f"2 of 21 parameters differ from the trainer's: {', '.join(names)}.$"
-    with pytest.raises(WeightSyncError, match=message):
-        engine.load_weights([swapped], 8)
-    engine.load_weights([export(right, 8)], 8)
-    assert engine.policy_version == 8
+    assert_refused_before_anything_is_loaded(engine, swapped, message)
+
+
+@pytest.mark.parametrize("num_loaded", [0, 1, 20])
+def test_an_engine_with_a_torn_update_refuses_to_generate_until_a_whole_one(
+    engine: RolloutEngine, model: ModelAndFolder, num_loaded: int
+) -> None:
+    new = export(changed(model[1]), 8)
+    requests = make_requests({"a": [10, 11]})
+    with pytest.raises(OSError, match="torn"):
+        load_torn(engine, [new], num_loaded)
+    with pytest.raises(RuntimeError, match="no verified weights"):
+        engine.submit(requests)
+    engine.load_weights([new], 8)
+    assert_drawn_by({8: changed(model[1])}, requests[0], run(engine, requests)["a"], kv="recompute")
 
 
 def test_one_hexadecimal_number_stands_for_all_weights(engine: RolloutEngine, model: ModelAndFolder) -> None:

@@ -9,6 +9,7 @@ import torch
 from rollout_requests import (
     SAMPLING,
     assert_drawn_by,
+    load_swapped,
     make_requests,
     run,
     run_late,
@@ -170,10 +171,8 @@ def test_an_engine_whose_new_weights_did_not_arrive_draws_no_token_until_others_
     engine, requests = make_engine(model), make_requests({"a": PROMPTS["a"]})
     engine.submit(requests)
     assert engine.step() == []
-    corrupt = export(changed, 4)
-    corrupt[0].buckets[0].data[9] ^= 1
     with pytest.raises(WeightSyncError):
-        engine.load_weights(corrupt, 4)
+        load_swapped(engine, export(changed, 4), *(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")))
     with pytest.raises(RuntimeError, match="no verified weights"):
         engine.step()
     engine.load_weights(export(changed, 5), 5)

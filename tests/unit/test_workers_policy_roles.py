@@ -51,7 +51,10 @@ def prompts():
     )
 
 
-def test_the_rollout_samples_from_the_weights_the_actor_exported(config):
+@pytest.mark.parametrize("transport", ["object_store", "shared_memory", "gloo"])
+def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transport):
+    rollout_config = config.rollout.model_copy(update={"weight_transport": transport})
+    config = config.model_copy(update={"rollout": rollout_config})
     actor = local_group(ActorWorker, config)
     rollout = local_group(RolloutWorker, config, seed=1)
     for parameter in actor.workers[0].engine.parameters:

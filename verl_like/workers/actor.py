@@ -18,6 +18,7 @@ from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_sync import WeightExport, collect_weights
+from verl_like.workers.weight_transfer import get_weight_transport
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
@@ -46,6 +47,7 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
         self.loss_inputs = required_inputs(self.policy_loss_fn)
         self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
+        self.weight_transport = get_weight_transport(config.rollout.weight_transport)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -145,10 +147,12 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
     def export_weights(self, version: int) -> WeightExport:
         """This rank's part of the weights for the rollout engines, in their dtype, as version `version`."""
         with self.engine.on_device():
-            return collect_weights(
+            export = collect_weights(
                 self.engine.named_parameters(),
                 dtype=getattr(torch, self.config.rollout.dtype),
                 rank=self.rank,
                 world_size=self.world_size,
                 version=version,
+                allocate=self.weight_transport.allocate,
             )
+        return self.weight_transport.publish(export)

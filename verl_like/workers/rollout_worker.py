@@ -10,6 +10,7 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.rollout import FinishedSample, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weight_transfer import get_weight_transport
 
 
 class RolloutWorker(ActorRolloutRefWorker):
@@ -23,6 +24,7 @@ class RolloutWorker(ActorRolloutRefWorker):
     def __init__(self, config: ActorRolloutRefConfig, seed: int) -> None:
         super().__init__(config)
         self.seed = seed
+        self.weight_transport = get_weight_transport(config.rollout.weight_transport)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -40,7 +42,7 @@ class RolloutWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
         """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`."""
-        return self.rollout.load_weights(exported, version)
+        return self.rollout.load_weights(self.weight_transport.receive(exported, self), version)
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),

@@ -3,8 +3,9 @@
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,8 @@ class WeightBucket:
     names: tuple[str, ...]
     """Hugging Face parameter names."""
     shapes: tuple[tuple[int, ...], ...]
-    data: np.ndarray
-    """(bytes,) uint8: the values in the export's dtype."""
+    data: Any
+    """(bytes,) uint8: the values in the export's dtype; a NumPy array, or something that NumPy takes for one."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,17 @@ class WeightExport:
     """Of each parameter, by its name, the part that this rank answers for; the sum over ranks is the parameter's."""
     buckets: tuple[WeightBucket, ...]
     """This rank's buckets: every `world_size`-th one."""
+    address: tuple[str, int] | None = None
+    """Host and port of this rank's store, where the transport has one."""
 
     @property
     def num_bytes(self) -> int:
         return sum(bucket.data.nbytes for bucket in self.buckets)
+
+
+def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
+    """(num_bytes,) uint8, uninitialised host memory of this process."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
 
 
 def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
@@ -107,6 +115,7 @@ def collect_weights(
     world_size: int,
     version: int,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    allocate: Callable[[int, bool], np.ndarray] = allocate_memory,
 ) -> WeightExport:
     """Gathers the parameters and keeps this rank's share of them; a collective call when there are DTensors.
 
@@ -121,6 +130,7 @@ def collect_weights(
         rank: this process among the `world_size` trainer processes that each export a share.
         version: which update of the policy these weights are.
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
+        allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument says so.
 
     Raises:
         ValueError: a name twice, no parameter at all, or a DTensor that is not cut along whole rows or columns.
@@ -134,7 +144,7 @@ def collect_weights(
     def close_bucket() -> None:
         nonlocal pending_bytes, num_buckets
         if num_buckets % world_size == rank:
-            buckets.append(_pack_bucket(num_buckets, pending))
+            buckets.append(_pack_bucket(num_buckets, pending, allocate))
         pending.clear()
         pending_bytes = 0
         num_buckets += 1
@@ -183,13 +193,17 @@ def _local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
     return fingerprint_tensor(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
 
 
-def _pack_bucket(index: int, tensors: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]]) -> WeightBucket:
+def _pack_bucket(
+    index: int,
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]],
+    allocate: Callable[[int, bool], np.ndarray],
+) -> WeightBucket:
     pieces = [tensor.contiguous().view(-1).view(torch.uint8) for _, _, tensor in tensors if tensor is not None]
     assert len(pieces) == len(tensors), "a bucket of another rank has no values here"
     on_gpu = pieces[0].is_cuda
     # Always a copy: the trainer goes on writing into its parameters. Pinned, so that copies queue and are awaited once.
-    data = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8, pin_memory=on_gpu)
-    for place, piece in zip(data.split([piece.numel() for piece in pieces]), pieces, strict=True):
+    data = allocate(sum(piece.numel() for piece in pieces), on_gpu)
+    for place, piece in zip(torch.from_numpy(data).split([piece.numel() for piece in pieces]), pieces, strict=True):
         place.copy_(piece, non_blocking=True)
     if on_gpu:
         torch.cuda.synchronize()
@@ -197,7 +211,7 @@ def _pack_bucket(index: int, tensors: Sequence[tuple[str, tuple[int, ...], torch
         index=index,
         names=tuple(name for name, _, _ in tensors),
         shapes=tuple(shape for _, shape, _ in tensors),
-        data=data.numpy(),
+        data=data,
     )
 
 
@@ -252,6 +266,26 @@ def check_arrival(expected: Mapping[str, int], loaded: Mapping[str, int], failur
     return hashlib.blake2b(repr(sorted(expected.items())).encode(), digest_size=8).hexdigest()
 
 
+def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
+    """Checks that the exports are complete and hold the trainer's values, so that they may be applied.
+
+    Args:
+        exports: `collect_weights` of every trainer rank.
+        version: the version that they must have.
+        device: computes the fingerprints, of one parameter at a time.
+
+    Returns:
+        The trainer's fingerprint of each parameter, by name.
+
+    Raises:
+        WeightSyncError: see `check_exports`; or a value is not the trainer's.
+    """
+    expected = check_exports(exports, version)
+    staged = {name: fingerprint_tensor(tensor.to(device)) for name, tensor in iterate_weights(exports)}
+    check_arrival(expected, staged, f"Weights of version {version} changed on their way")
+    return expected
+
+
 def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full parameter), in the trainer's order, as views of the exports' read-only buffers."""
     dtype = getattr(torch, exports[0].dtype)
@@ -260,7 +294,7 @@ def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torc
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(bucket.data).view(dtype)
+            flat = torch.from_numpy(np.asarray(bucket.data)).view(dtype)
         sizes = [int(np.prod(shape)) for shape in bucket.shapes]
         for name, shape, values in zip(bucket.names, bucket.shapes, flat.split(sizes), strict=True):
             yield name, values.view(shape)

@@ -27,7 +27,7 @@ from verl_like.workers.rollout.request import (
     check_completion,
     request_seed,
 )
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, iterate_weights
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_staged, iterate_weights
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
 
@@ -331,16 +331,17 @@ class RolloutEngine(ABC):
             version, fingerprint (hexadecimal, of all parameters together), num_bytes, seconds.
 
         Raises:
-            WeightSyncError: the exports are stale or incomplete, and the engine goes on with the weights it has; or it
-                ended up with other weights, and refuses to generate until a later `load_weights` succeeds.
+            WeightSyncError: the exports are stale, incomplete or changed on their way, and the engine goes on with the
+                weights it has; or it ended up with other weights, and refuses to generate until a later `load_weights`
+                succeeds. So it does after any other error in the middle of an update.
         """
         start = time.perf_counter()
         if version < self._newest_version:
             raise WeightSyncError(
                 f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
             )
-        expected = check_exports(exports, version)
-        self.policy_version = None
+        expected = check_staged(exports, version, self.device)
+        self.policy_version = None  # until the whole update has arrived
         self._load(iterate_weights(exports), version)
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
         fingerprint = check_arrival(expected, self._fingerprints(), failure)

@@ -44,8 +44,13 @@ class VllmWeights:
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Overwrites the parameters with the values of (Hugging Face name, whole parameter)."""
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
         named = list(weights)  # views: no copies
         self._sources = self._find_sources({name: tensor.shape for name, tensor in named})
+        # Ends what an update that failed in the middle has left open, whose layers would count the values of both
+        # updates, and be complete with a mixture. Otherwise it does nothing.
+        finalize_layerwise_reload(self.model, self.worker.model_config)
         # The model's `load_weights` works only once, on the tensors it was built with; this call restores them first.
         self.worker.reload_weights(weights_iterator=iter(named))
         head = getattr(self.model, "lm_head", None)

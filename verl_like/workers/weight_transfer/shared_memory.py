@@ -1,0 +1,119 @@
+"""Weights in memory that the processes of a node share: the trainer writes them once, the engines map its pages."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError
+from verl_like.workers.weight_transfer.transport import WeightTransport
+
+
+@dataclass(frozen=True)
+class SharedPages:
+    """The address of memory that another process of this node owns; NumPy takes it for a (nbytes,) uint8 array.
+
+    Only the address travels. The memory is mapped, read-only, at its first use, and locked against its owner until the
+    last array on it is gone, or the process, however it ended.
+    """
+
+    path: str
+    """Where the owner's descriptor is."""
+    name: str
+    """Of the memory, which no other has."""
+    nbytes: int
+
+    def __reduce__(self) -> Any:
+        return SharedPages, (self.path, self.name, self.nbytes)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._array
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        if not os.path.islink(self.path) or os.readlink(self.path) != self.name:
+            raise WeightSyncError(
+                f"The weights are in memory of another process, {self.path}, which ended or is not on this node; use "
+                "actor_rollout_ref.rollout.weight_transport=gloo or object_store between nodes."
+            )
+        with open(self.path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise WeightSyncError(f"Newer weights are being written into {self.path}; load those.") from None
+            # The mapping has a descriptor of its own, which has the same lock.
+            return np.frombuffer(mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ), dtype=np.uint8)
+
+
+class _Segment:
+    """Memory that this process writes and others map. No file system knows it, so none is left behind by a kill."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.descriptor = os.memfd_create(f"verl_like-weights-{uuid.uuid4().hex}")
+        os.ftruncate(self.descriptor, num_bytes)
+        self.array = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=np.uint8)
+        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        self.address = SharedPages(path, os.readlink(path), num_bytes)
+        if pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.array.ctypes.data, num_bytes, 0))
+
+    def lock(self) -> bool:
+        """Whether nobody reads it; nobody then can until `unlock`."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+
+class SharedMemoryTransport(WeightTransport):
+    """The trainer writes the weights into memory that all processes of its node map; only its address travels.
+
+    The memory of the latest weights is left alone, and so is what anybody has mapped; other memory, of the versions
+    before, is written again. So there are mostly two versions of the weights on a node.
+    """
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        self._latest: list[_Segment] = []
+        self._written: list[_Segment] = []
+
+    def allocate(self, num_bytes: int, pinned: bool) -> np.ndarray:
+        taken = {*self._latest, *self._written}
+        fitting = (each for each in self._segments if each.address.nbytes == num_bytes and each not in taken)
+        segment = next((each for each in fitting if each.lock()), None)
+        if segment is None:
+            segment = _Segment(num_bytes, pinned=pinned)
+            segment.lock()
+            self._segments.append(segment)
+        self._written.append(segment)
+        return segment.array
+
+    def publish(self, export: WeightExport) -> WeightExport:
+        return self._hand_out([export])[0]
+
+    def _hand_out(self, exports: Sequence[WeightExport]) -> list[WeightExport]:
+        """The exports with the addresses of their buckets, which are in memory of `allocate` and are the latest."""
+        segments = {id(segment.array): segment for segment in self._written}
+        for segment in self._written:
+            segment.unlock()
+        self._latest, self._written = [segments[id(b.data)] for export in exports for b in export.buckets], []
+        return [with_data(export, [segments[id(b.data)].address for b in export.buckets]) for export in exports]
+
+
+def with_data(export: WeightExport, data: Sequence[np.ndarray | SharedPages]) -> WeightExport:
+    """The export with its buckets' values elsewhere."""
+    buckets = zip(export.buckets, data, strict=True)
+    return replace(export, buckets=tuple(replace(bucket, data=each) for bucket, each in buckets))
