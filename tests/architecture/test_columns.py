@@ -5,6 +5,7 @@ import pytest
 from verl_like.protocol import COLUMNS
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
@@ -13,7 +14,11 @@ from verl_like.workers.teacher import TeacherWorker
 
 
 @pytest.mark.parametrize(
-    "worker_class", [ActorWorker, ReferenceWorker, RolloutWorker, CriticWorker, RewardModelWorker, TeacherWorker]
+    "worker_class",
+    [
+        *(ActorWorker, ReferenceWorker, RolloutWorker, CriticWorker, RewardModelWorker, TeacherWorker),
+        *(ActorCopyWorker, CriticCopyWorker),
+    ],
 )
 def test_declared_columns_are_in_the_table(worker_class: type):
     declared = {

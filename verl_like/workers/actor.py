@@ -17,43 +17,21 @@ from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, Mi
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
-from verl_like.workers.weight_sync import WeightExport, collect_weights
 from verl_like.workers.weight_transfer import get_weight_transport
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
 
-class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
-    """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
-
-    Args:
-        config: settings of the policy in all its roles.
-        total_training_steps: steps that train the actor, for a learning rate that depends on them.
-        shares_device: whether a rollout engine takes memory of the device in turn.
-        with_sum_pi_squared: whether `compute_log_prob` writes the column `sum_pi_squared`.
-    """
+class ScoringWorker(ActorRolloutRefWorker):
+    """One rank of the policy that computes old log-probabilities: an `ActorWorker` or a copy of it."""
 
     def __init__(
-        self,
-        config: ActorRolloutRefConfig,
-        total_training_steps: int | None = None,
-        shares_device: bool = False,
-        with_sum_pi_squared: bool = False,
+        self, config: ActorRolloutRefConfig, shares_device: bool = False, with_sum_pi_squared: bool = False
     ) -> None:
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
-        self.total_training_steps = total_training_steps
         self.fsdp_config = config.actor.fsdp_config
-        self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
-        self.loss_inputs = required_inputs(self.policy_loss_fn)
-        self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
         self.weight_transport = get_weight_transport(config.rollout.weight_transport)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Loads the model."""
-        actor, n = self.config.actor, self.config.rollout.n
-        self.start_training_engine("actor", actor, key="actor_rollout_ref.actor", samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -73,6 +51,37 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
         total, num_tokens = output.batch["entropys"].sum().item(), to_rows(data, "cpu")["response_mask"].sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
+
+
+class ActorWorker(ScoringWorker, TrainedWorker):
+    """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
+
+    Args:
+        config: settings of the policy in all its roles.
+        total_training_steps: steps that train the actor, for a learning rate that depends on them.
+        shares_device: whether a rollout engine takes memory of the device in turn.
+        with_sum_pi_squared: whether `compute_log_prob` writes the column `sum_pi_squared`.
+    """
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        total_training_steps: int | None = None,
+        shares_device: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> None:
+        super().__init__(config, shares_device, with_sum_pi_squared)
+        self.total_training_steps = total_training_steps
+        self.export_dtype = config.rollout.dtype
+        self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
+        self.loss_inputs = required_inputs(self.policy_loss_fn)
+        self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model."""
+        actor, n = self.config.actor, self.config.rollout.n
+        self.start_training_engine("actor", actor, key="actor_rollout_ref.actor", samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -142,17 +151,3 @@ class ActorWorker(ActorRolloutRefWorker, TrainedWorker):
             metrics["actor/kl_loss"] = DeviceMetric.sum(kl_loss, mini_batch.share)
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def export_weights(self, version: int) -> WeightExport:
-        """This rank's part of the weights for the rollout engines, in their dtype, as version `version`."""
-        with self.engine.on_device():
-            export = collect_weights(
-                self.engine.named_parameters(),
-                dtype=getattr(torch, self.config.rollout.dtype),
-                rank=self.rank,
-                world_size=self.world_size,
-                version=version,
-                allocate=self.weight_transport.allocate,
-            )
-        return self.weight_transport.publish(export)

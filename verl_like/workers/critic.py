@@ -7,48 +7,30 @@ from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
 from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, to_rows, update
-from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import MicroBatching
+from verl_like.workers.weight_transfer import get_weight_transport
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
 
-class CriticWorker(TrainedWorker):
-    """One rank of the critic. Subclasses change the model in `build_model` and the objective in `value_loss`.
-
-    Args:
-        config: settings of the critic.
-        seed: the run's seed, for a new value head.
-        rollout_n: responses to each prompt of a mini-batch.
-        total_training_steps: training steps of the run, for a learning rate that depends on them.
-        shares_device: whether a rollout engine takes memory of the device in turn.
-    """
+class ValueWorker(ModelWorker):
+    """One rank of the critic that computes values: a `CriticWorker` or a copy of it."""
 
     model_class = ValueModel
     model_key = "critic.model"
 
     def __init__(
-        self,
-        config: CriticConfig,
-        seed: int,
-        rollout_n: int = 1,
-        total_training_steps: int | None = None,
-        shares_device: bool = False,
+        self, config: CriticConfig, seed: int, shares_device: bool = False, weight_transport: str = "object_store"
     ) -> None:
         super().__init__(shares_device)
         self.config = config
         self.new_head_seed = seed
-        self.rollout_n = rollout_n
-        self.total_training_steps = total_training_steps
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
-        self.start_training_engine("critic", self.config, key="critic", samples_per_prompt=self.rollout_n)
+        self.weight_transport = get_weight_transport(weight_transport)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
     def compute_values(self, data: DataProto) -> DataProto:
@@ -59,6 +41,42 @@ class CriticWorker(TrainedWorker):
             self.config.use_dynamic_bsz,
         )
         return self.infer(data, ["values"], micro_batching, lambda micro: (self._predict(micro),), phase="values")
+
+    def _predict(self, micro: Rows) -> torch.Tensor:
+        packed = self.engine.pack(micro)
+        return packed.unpack(self.engine.run(packed))
+
+
+class CriticWorker(ValueWorker, TrainedWorker):
+    """One rank of the critic. Subclasses change the model in `build_model` and the objective in `value_loss`.
+
+    Args:
+        config: settings of the critic.
+        seed: the run's seed, for a new value head.
+        rollout_n: responses to each prompt of a mini-batch.
+        total_training_steps: training steps of the run, for a learning rate that depends on them.
+        shares_device: whether a rollout engine takes memory of the device in turn.
+        weight_transport: how its weights reach copies, as `rollout.weight_transport`.
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        seed: int,
+        rollout_n: int = 1,
+        total_training_steps: int | None = None,
+        shares_device: bool = False,
+        weight_transport: str = "object_store",
+    ) -> None:
+        super().__init__(config, seed, shares_device, weight_transport)
+        self.rollout_n = rollout_n
+        self.total_training_steps = total_training_steps
+        self.export_dtype = config.model.fsdp_config.dtype
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
+        self.start_training_engine("critic", self.config, key="critic", samples_per_prompt=self.rollout_n)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns"])
     def update_critic(self, data: DataProto) -> DataProto:
@@ -92,7 +110,3 @@ class CriticWorker(TrainedWorker):
         metrics["critic/vf_loss"] = DeviceMetric.sum(loss, mini_batch.share)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics
-
-    def _predict(self, micro: Rows) -> torch.Tensor:
-        packed = self.engine.pack(micro)
-        return packed.unpack(self.engine.run(packed))

@@ -19,6 +19,8 @@ from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching, num_groups, num_rows_per_rank
+from verl_like.workers.weight_sync import WeightExport, collect_weights
+from verl_like.workers.weight_transfer import WeightTransport
 
 
 class ModelWorker(Worker):
@@ -97,6 +99,9 @@ class TrainedWorker(ModelWorker):
     model_config: TrainedModelConfig
     total_training_steps: int | None
     """Training steps of the run, for a learning rate that depends on them."""
+    export_dtype: str
+    """Name of the torch dtype of exported weights."""
+    weight_transport: WeightTransport
     schedule: UpdateSchedule
     """How the rows of an update become optimizer steps."""
 
@@ -147,3 +152,17 @@ class TrainedWorker(ModelWorker):
     def save_hf(self, path: str) -> None:
         """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
         self.engine.save_hf(path, self.model_config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def export_weights(self, version: int) -> WeightExport:
+        """This rank's part of the weights for rollout engines and copies, in `export_dtype`, as version `version`."""
+        with self.engine.on_device():
+            export = collect_weights(
+                self.engine.named_parameters(),
+                dtype=getattr(torch, self.export_dtype),
+                rank=self.rank,
+                world_size=self.world_size,
+                version=version,
+                allocate=self.weight_transport.allocate,
+            )
+        return self.weight_transport.publish(export)

@@ -153,7 +153,7 @@ def collect_weights(
         if name in fingerprints:
             raise ValueError(f"Parameter {name} is exported twice; pass named_parameters(), not a state dict.")
         tensor = parameter.detach().to(dtype)
-        fingerprints[name] = _local_fingerprint(name, tensor, rank)
+        fingerprints[name] = local_fingerprint(name, tensor, rank)
         if pending and pending_bytes + tensor.numel() * dtype.itemsize > bucket_bytes:
             close_bucket()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -174,7 +174,7 @@ def collect_weights(
     )
 
 
-def _local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
+def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
     """The part of the fingerprint that this rank answers for: of several copies of a value, one counts."""
     if not isinstance(tensor, DTensor):
         return fingerprint_tensor(tensor) if rank == 0 else 0
@@ -250,7 +250,7 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     return {name: sum(export.fingerprints.get(name, 0) for export in exports) % 2**64 for name in names}
 
 
-def check_arrival(expected: Mapping[str, int], loaded: Mapping[str, int], failure: str) -> str:
+def check_arrival(expected: Mapping[str, Any], loaded: Mapping[str, Any], failure: str) -> str:
     """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal.
 
     Raises:

@@ -1,0 +1,102 @@
+"""Copies of the trained actor and critic that are only run forward, with weights that the trainer sends."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.workers.actor import ScoringWorker
+from verl_like.workers.config.engine import ForwardFsdpConfig
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.critic import ValueWorker
+from verl_like.workers.model_worker import ModelWorker
+from verl_like.workers.weight_sync import WeightExport, check_arrival, check_staged, iterate_weights, local_fingerprint
+from verl_like.workers.weight_transfer import WeightTransport
+
+
+class CopyWorker(ModelWorker):
+    """One rank of a copy of a trained model. It starts with the weights that the trained model starts with."""
+
+    model_config: TrainedModelConfig
+    version: int | None = 0
+    """Version of the weights that it computes with; None after a load that failed."""
+    weight_transport: WeightTransport
+
+    def start_copy(self, mesh_name: str, sequence_parallel_size: int) -> None:
+        """Makes the engine, sharded over all ranks of the copy and stored in the dtype that the layers compute in."""
+        trained = self.fsdp_config
+        self.fsdp_config = ForwardFsdpConfig(param_offload=trained.param_offload, dtype=trained.dtype)
+        self.register_mesh(mesh_name, sequence_parallel_size)
+        self.start_engine(
+            torch_compile=self.model_config.use_torch_compile, sequence_parallel_size=sequence_parallel_size
+        )
+
+    def infer(self, *args: Any, **kwargs: Any) -> DataProto:
+        """`ModelWorker.infer`; raises RuntimeError if the last load failed."""
+        if self.version is None:
+            raise RuntimeError(f"{type(self).__name__} has no verified weights; call load_weights before computing.")
+        return super().infer(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
+        """Writes what all ranks of the trained model exported into this rank's shard, and proves that it arrived.
+
+        Each parameter is written where it lies, offloaded or not. Returns version, fingerprint (hexadecimal, of all
+        parameters together) and num_bytes.
+
+        Raises:
+            WeightSyncError: the exports are incomplete, corrupt or of another model, and the copy goes on with the
+                weights it has; or it ended up with other weights, and refuses to compute until a later load succeeds.
+        """
+        what = f"Weights of version {version}"
+        received = self.weight_transport.receive(exported, self)
+        expected = check_staged(received, version, self.device)
+        parameters = dict(self.engine.named_parameters())
+        sent = {name: tuple(tensor.shape) for name, tensor in iterate_weights(received)}
+        own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        check_arrival(sent, own, f"{what} are not of the model {self.model_config.path}")
+        self.version = None
+        for name, tensor in iterate_weights(received):
+            parameter = parameters[name]
+            assert isinstance(parameter, DTensor), "a pass that failed left whole parameters, which the next one drops"
+            mesh, local = parameter.device_mesh, parameter.to_local()
+            _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+            local.copy_(tensor[tuple(slice(at, at + size) for at, size in zip(offsets, local.shape, strict=True))])
+        parts = [local_fingerprint(name, parameter, self.rank) for name, parameter in self.engine.named_parameters()]
+        # Sums modulo 2**64: of signed numbers they have the same bits.
+        sums = torch.from_numpy(np.array(parts, dtype=np.uint64).view(np.int64))
+        dist.all_reduce(sums)
+        loaded = dict(zip(parameters, sums.numpy().view(np.uint64).tolist(), strict=True))
+        fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
+        self.version = version
+        num_bytes = sum(export.num_bytes for export in received)
+        return {"version": version, "fingerprint": fingerprint, "num_bytes": num_bytes}
+
+
+class ActorCopyWorker(ScoringWorker, CopyWorker):
+    """One rank of a copy of the actor, for old log-probabilities where another process trains."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model; raises ValueError if it cannot hold values of `rollout.dtype`, as the actor exports."""
+        actor, sent = self.config.actor, self.config.rollout.dtype
+        if actor.fsdp_config.dtype not in (sent, "float32"):
+            raise ValueError(
+                f"actor_rollout_ref.rollout.dtype={sent} does not fit into a copy of the actor in actor_rollout_ref."
+                f"actor.fsdp_config.dtype={actor.fsdp_config.dtype}: give both the same, or the second float32."
+            )
+        self.start_copy("actor", actor.ulysses_sequence_parallel_size)
+
+
+class CriticCopyWorker(ValueWorker, CopyWorker):
+    """One rank of a copy of the critic, for values where another process trains."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model; a value head that the checkpoint lacks is that of the trained critic with the same seed."""
+        self.start_copy("critic", self.config.ulysses_sequence_parallel_size)
