@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.protocol import CallHeader, DataProto, Metric, Part
-from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack, pack_batch, unpack
+from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack, pack_state, unpack
 from verl_like.single_controller.shard import BatchShard
 
 
@@ -57,7 +57,7 @@ def test_a_header_travels_as_plain_values():
 
 def test_a_shard_of_a_small_batch_travels_as_plain_values():
     batch = small_batch()
-    part = Part(CallHeader(4), StoredBatch([], {}, pack_batch(batch)))
+    part = Part(CallHeader(4), StoredBatch([], {}, pack_state(*batch.__getstate__())))
     for rank in range(2):
         shard = unpack(over_the_wire(pack(BatchShard((part,), rank, 2, ("input_ids", "is_pad")))))
         rows = shard.resolve(lambda references: [r.load(1.0) if isinstance(r, StoredBatch) else r for r in references])

@@ -1,7 +1,7 @@
 """The columns of a batch: how they are checked, compared, described, pickled and written to a file."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -80,11 +80,13 @@ class Batch:
         arrays: dict[str, np.ndarray],
         meta_info: dict[str, Any],
     ) -> Self:
-        """A batch of these columns on the device of this one; without `batch` where this one has none."""
-        batch = None
+        """A batch of columns that fit, unchecked, on this one's device; without `batch` where this one has none."""
+        data = type(self).__new__(type(self))
+        data.batch = None
         if self.batch is not None:
-            batch = TensorDict(dict(tensors), batch_size=[num_rows], device=self.batch.device)
-        return type(self)(batch, arrays, meta_info)
+            data.batch = TensorDict(dict(tensors), batch_size=[num_rows], device=self.batch.device)
+        data.non_tensor_batch, data.meta_info = arrays, map_leaves(lambda leaf: leaf, meta_info)
+        return data
 
     def map_columns(self, num_rows: int, operation: Callable[[Any], Any]) -> Self:
         """The same columns and meta_info with `operation` done on every column, which then has `num_rows` rows."""
@@ -125,11 +127,11 @@ class Batch:
 
     __repr__ = get_data_info
 
-    def __getstate__(self) -> State:
-        """Tensors are views in NumPy arrays, which pickle protocol 5 passes on out of band, without a copy."""
+    def __getstate__(self, left_out: Container[str] = ()) -> State:
+        """Tensors not `left_out`, as views in NumPy arrays, which pickle protocol 5 passes on out of band, uncopied."""
         self.check_consistency()
         meta_info = map_leaves(lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info)
-        tensors = {name: to_wire(tensor) for name, tensor in self.tensors().items()}
+        tensors = {name: to_wire(tensor) for name, tensor in self.tensors().items() if name not in left_out}
         return None if self.batch is None else len(self), tensors, dict(self.non_tensor_batch), meta_info
 
     def __setstate__(self, state: State) -> None:

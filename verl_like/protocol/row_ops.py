@@ -121,8 +121,8 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
     return torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
 
 
-def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Uninitialised memory for a column of `num_rows` rows.
+def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    """Uninitialised memory for a large column of `num_rows` rows; None where torch may as well allocate it itself.
 
     NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is filled four to ten times
     as fast.
@@ -130,7 +130,7 @@ def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor:
     shape = (num_rows, *like.shape[1:])
     num_bytes = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _HUGE_PAGE:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return None
     memory = np.empty(num_bytes, dtype=np.uint8)
     return torch.from_numpy(memory).view(like.dtype).view(shape)
 

@@ -109,10 +109,10 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
 
 def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:
     """Raise ValueError if a column that the method must read is in none of its batches."""
-    if not batches:
+    if not batches or not spec.reads:
         return
     present = {name for batch in batches for name in (*batch.columns(), *batch.meta_info)}
-    for name in spec.reads or ():
+    for name in spec.reads:
         if name.endswith("?") or name in present:
             continue
         column = COLUMNS.get(name)

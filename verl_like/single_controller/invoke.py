@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from verl_like.protocol import PAD_COLUMN, CallHeader, DataProto
+from verl_like.protocol.row_ops import write_count
 from verl_like.single_controller.decorator import MethodSpec, check_reads, check_writes, registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
@@ -63,14 +64,14 @@ class Invoker:
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
         check_reads(role, spec, [shard.data for shard in shards])
         # The method may replace columns in its batch, which is its own container, but not write into their tensors.
-        inputs = [(data := shard.data.select(), data.column_versions()) for shard in shards]
+        inputs = [(shard.data.tensors(), shard.data.column_versions()) for shard in shards]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
         elif inspect.isgenerator(result):
             result = yield from result
         changed = [
-            name for data, before in inputs for name, now in data.column_versions().items() if now != before[name]
+            name for data, before in inputs for name, column in data.items() if write_count(column) != before[name]
         ]
         if changed:
             raise ValueError(

@@ -144,15 +144,13 @@ def gather_rows(
     `fetch` is called once, with the numbers of the parts that hold these rows, and returns the parts. Contiguous rows
     of one part are a view, others are copies.
     """
-    starts = np.cumsum([0, *sizes])
-    owner = np.searchsorted(starts[1:], row_numbers, side="right")
-    needed = np.unique(owner).tolist()
-    taken, order = [], []
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    order = [((row_numbers >= a) & (row_numbers < b)).nonzero()[0] for a, b in zip(starts, ends, strict=True)]
+    needed, taken = [part for part, places in enumerate(order) if len(places)], []
     for part, payload in zip(needed, fetch(needed), strict=True):
-        (places,) = np.nonzero(owner == part)
-        rows = row_numbers[places] - starts[part]
+        rows = row_numbers[order[part]] - starts[part]
         taken.append(payload.rows(int(rows[0]), int(rows[-1]) + 1) if _is_range(rows) else payload.select_idxs(rows))
-        order.append(places)
     if len(taken) == 1:
         return taken[0]
     joined, whole_order = DataProto.concat(taken), np.concatenate(order)
@@ -160,4 +158,4 @@ def gather_rows(
 
 
 def _is_range(numbers: np.ndarray) -> bool:
-    return bool((np.diff(numbers) == 1).all())
+    return bool((numbers[1:] - numbers[:-1] == 1).all())

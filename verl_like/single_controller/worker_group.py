@@ -136,11 +136,9 @@ class WorkerGroup(abc.ABC):
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
-        shard = BatchShard(tuple(parts), 0, count, ordered=isinstance(data, Ordered))
-        if order is None:
-            return [replace(shard, index=index) for index in range(count)]
-        slices = enumerate(split_order(order, count))
-        return [replace(shard, index=index, row_numbers=rows, num_batch_rows=len(order)) for index, rows in slices]
+        slices = [None] * count if order is None else split_order(order, count)
+        of_batch = 0 if order is None else len(order), isinstance(data, Ordered)
+        return [BatchShard(tuple(parts), index, count, None, rows, *of_batch) for index, rows in enumerate(slices)]
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The coordinates that the ranks registered, asked for once."""

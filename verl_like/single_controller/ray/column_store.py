@@ -11,8 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import write_count
-from verl_like.protocol.wire import to_wire
-from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack_batch, pack_column
+from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack_column, pack_state
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,16 @@ class ColumnStore:
             self._ray = this_ray
         tensors = data.tensors()
         stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
-        fresh = {name: to_wire(tensor) for name, tensor in tensors.items() if name not in stored}
+        num_rows, fresh, arrays, meta_info = data.__getstate__(left_out=stored)
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put([pack_column(wire) for wire in fresh.values()])
             for index, name in enumerate(fresh):
                 stored[name] = self._remember(tensors[name], segment, index)
             fresh = {}
-        rest: Any = pack_batch(data.select(batch_keys=list(fresh)))
+        rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
         locations = {name: [segments.index(column.segment), column.index] for name, column in stored.items()}
-        return StoredBatch(segments, locations, ray.put(rest) if data.non_tensor_batch else rest)
+        return StoredBatch(segments, locations, ray.put(rest) if arrays else rest)
 
     def _find(self, tensor: torch.Tensor) -> _Column | None:
         column: _Column | None = self._columns.get(tensor)

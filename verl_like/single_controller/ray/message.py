@@ -6,6 +6,7 @@ of a small call. Whatever else stands among them Ray pickles, large arrays witho
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from verl_like.single_controller.shard import BatchShard
 
 INLINE_BYTES = 16 * 1024
 """Larger arrays go through the object store. Smaller ones are read faster from the message than from the store."""
+_HEADER = struct.Struct("<qdd")  # the fields of CallHeader; Ray sends bytes as they are
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class StoredBatch:
         return DataProto.from_state(num_rows, unpack_columns({**columns, **stored}), arrays, meta_info)
 
 
-def pack(value: Any) -> list[Any]:
-    """[kind, plain lists] of a batch, a shard of one or a header; any other value stays as it is."""
+def pack(value: Any) -> list[Any] | bytes:
+    """The bytes of a header, [kind, plain lists] of a batch or a shard of one; any other value stays as it is."""
     if isinstance(value, DataProto):
-        return ["batch", pack_batch(value)]
+        return ["batch", pack_state(*value.__getstate__())]
     if isinstance(value, CallHeader):
-        return ["header", [value.num_rows, value.started, value.finished]]
+        return _HEADER.pack(value.num_rows, value.started, value.finished)
     if isinstance(value, StoredBatch):
         return ["stored", [value.segments, value.locations, value.rest]]
     if isinstance(value, BatchShard):
@@ -60,14 +62,14 @@ def pack(value: Any) -> list[Any]:
     return ["value", value]
 
 
-def unpack(packed: list[Any]) -> Any:
+def unpack(packed: list[Any] | bytes) -> Any:
     """The inverse of `pack`. Small columns get memory of their own; large ones are read-only by agreement."""
+    if isinstance(packed, bytes):
+        return CallHeader(*_HEADER.unpack(packed))
     kind, content = packed
     if kind == "batch":
         num_rows, columns, arrays, meta_info = content
         return DataProto.from_state(num_rows, unpack_columns(columns), arrays, meta_info)
-    if kind == "header":
-        return CallHeader(*content)
     if kind == "stored":
         return StoredBatch(*content)
     if kind == "shard":
@@ -76,9 +78,8 @@ def unpack(packed: list[Any]) -> Any:
     return content
 
 
-def pack_batch(data: DataProto) -> list[Any]:
+def pack_state(num_rows: int | None, tensors: dict[str, WireTensor], arrays: Any, meta_info: Any) -> list[Any]:
     """The state of a batch (see `Batch.__getstate__`) with packed columns."""
-    num_rows, tensors, arrays, meta_info = data.__getstate__()
     return [num_rows, {name: pack_column(tensor) for name, tensor in tensors.items()}, arrays, meta_info]
 
 

@@ -65,7 +65,7 @@ class WorkerProcess:
         )
 
     @ray.method(num_returns=2)
-    def call(self, message: Message) -> tuple[list[Any], list[Any]]:
+    def call(self, message: Message) -> tuple[Any, Any]:
         """Run a method of a role: its header and its result, packed. References in the arguments are fetched within
         the deadline."""
         *_, header, result = self._run(message)
