@@ -96,6 +96,23 @@ def test_a_copy_starts_as_the_trained_model_does_and_may_be_sent_version_0(role,
     assert not any(changed(expected, compute(copy, role), role))
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_copy_takes_weights_by_every_transport(role, model_path, transport):
+    arguments = settings(role, model_path)
+    if role == "critic":
+        arguments["weight_transport"] = transport
+    else:
+        config = arguments["config"]
+        rollout = config.rollout.model_copy(update={"weight_transport": transport})
+        arguments["config"] = config.model_copy(update={"rollout": rollout})
+    group, copy = (local_group(worker_class, **arguments) for worker_class in ROLES[role])
+    getattr(group, f"update_{role}")(make_batch()).get()
+    (export,) = group.export_weights(version=1).get()
+    assert type(export.buckets[0].data).__name__ == "SharedPages"
+    copy.load_weights([export], version=1)
+    assert not any(changed(compute(group, role), compute(copy, role), role))
+
+
 def test_a_copy_computes_bit_for_bit_what_the_trained_model_computes(role, copy, trained):
     _, expected, exports = trained[role]
     before = compute(copy, role)
