@@ -10,18 +10,15 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
-from verl_like.single_controller.ray.worker_group import (
-    RayClassWithInitArgs,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weights
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.ppo_display import generation_of_row
-from verl_like.trainer.roles import Role, process_groups
+from verl_like.trainer.ppo_workers import start_groups
+from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer, reward_columns
 from verl_like.workers.models.pretrained import load_hf_config
@@ -108,17 +105,10 @@ class RayPPOTrainer:
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""
-        groups: dict[str, WorkerGroup] = {}
-        roles_of_pools = process_groups({role: self.config.role_mapping[role] for role in self.role_worker_mapping})
-        for pool, roles in roles_of_pools:
-            processes = RayWorkerGroup(
-                self.resource_pool_manager.get_resource_pool(roles[0]),
-                create_colocated_worker_cls({role: self.role_worker_mapping[role] for role in roles}),
-                deadline_s=self.config.trainer.call_timeout_s,
-                on_call=self.recorder.timeline.record,
-            )
-            groups |= processes.spawn(roles)
-            self.placement.append((pool, roles, processes))
+        assert self.resource_pool_manager is not None
+        groups, self.placement = start_groups(
+            self.config, self.role_worker_mapping, self.resource_pool_manager, self.recorder.timeline.record
+        )
         return groups
 
     def fit(self) -> None:

@@ -2,14 +2,20 @@
 
 import importlib
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl_like.single_controller.ray.cluster import assign
 from verl_like.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
-from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.ray.worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
 from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import OnCall, WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role, process_groups, reward_model_key
 from verl_like.workers.actor import ActorWorker
@@ -75,15 +81,35 @@ def max_colocate_count(config: PPOConfig) -> int:
     return max(pools.count(pool) for pool in pools)
 
 
-def build_resource_pools(config: PPOConfig) -> ResourcePoolManager:
+def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) -> ResourcePoolManager:
+    """The pools of the configuration, reserved, for its active roles or only some of them."""
     pools = ResourcePoolManager(
         {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
-        {role: config.role_mapping[role] for role in config.active_roles},
+        {role: config.role_mapping[role] for role in roles or config.active_roles},
         use_gpu=config.trainer.device == "cuda",
         max_colocate_count=max_colocate_count(config),
     )
     pools.create_resource_pool()
     return pools
+
+
+def start_groups(
+    config: PPOConfig, mapping: Mapping[str, RayClassWithInitArgs], pools: ResourcePoolManager, on_call: OnCall
+) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
+    """A worker group for each role, and the processes: (pool, roles, group). Training roles of one pool share their
+    processes."""
+    groups: dict[str, WorkerGroup] = {}
+    placement = []
+    for pool, roles in process_groups({role: config.role_mapping[role] for role in mapping}):
+        processes = RayWorkerGroup(
+            pools.get_resource_pool(roles[0]),
+            create_colocated_worker_cls({role: mapping[role] for role in roles}),
+            deadline_s=config.trainer.call_timeout_s,
+            on_call=on_call,
+        )
+        groups |= processes.spawn(roles)
+        placement.append((pool, roles, processes))
+    return groups, placement
 
 
 def check_pools_fit_this_machine(config: PPOConfig) -> None:

@@ -1,0 +1,161 @@
+"""The configuration of detached training: that of PPO and a few keys more, and what of it each side reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field
+
+from verl_like.config_model import ConfigModel, PositiveInt
+from verl_like.trainer.config.rules import broken_rules
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.roles import Role
+
+ConfigT = TypeVar("ConfigT", bound=ConfigModel)
+
+
+class DetachedBlock(ConfigModel):
+    """Makers, which generate and score, beside trainers, which learn."""
+
+    num_makers: PositiveInt = 1
+    """Experience makers. Each has pools of its own, of the sizes of the pool of rollout and of every other role that is
+    not trained."""
+    num_trainers: PositiveInt = 1
+    """Trainers of the one model. Each has pools of its own, of the sizes of the pools of actor and critic, and an equal
+    part of every batch."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Most training steps between the weights that drew a token and those that are trained on it. 0 is as the
+    synchronous trainer: a batch is drawn with the weights that it trains."""
+    experience_batch_size: PositiveInt | None = None
+    """PROMPTS that a maker takes at a time; null means an equal part of data.train_batch_size for each maker."""
+    update_steps: PositiveInt = 1
+    """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
+    routing: Literal["round_robin", "least_loaded"] = "round_robin"
+    """Which trainer the samples of the next prompt go to: each in turn, or the one with the fewest."""
+    max_attempts: PositiveInt = 3
+    """Times that a prompt is given out; it is dropped when that many makers died over it."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times that each maker is started again after it failed."""
+
+
+class DetachedConfig(PPOConfig):
+    """The whole configuration of detached training."""
+
+    base_name: ClassVar[str] = "detached_trainer"
+    presets: ClassVar[dict[str, str]] = {"placement": "detached", "device": "cuda"}
+
+    detached: DetachedBlock
+
+
+def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
+    """A sentence for each rule that the configuration breaks."""
+    problems = list(broken_rules(config))
+    yield from problems
+    if problems:
+        return
+    detached, algorithm, data = config.detached, config.algorithm, config.data
+    if config.trainer.pipeline_depth:
+        yield "trainer.pipeline_depth=1 is of the synchronous trainer; set detached.max_staleness=1 instead"
+    if algorithm.filter_groups.enable:
+        yield "algorithm.filter_groups.enable=true replaces prompts, which detached makers cannot yet; set it to false"
+    correction = algorithm.rollout_correction
+    if detached.max_staleness and not (correction.rollout_is or correction.bypass_mode):
+        yield (
+            f"detached.max_staleness={detached.max_staleness} trains on responses that older weights drew, and nothing "
+            "accounts for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+        )
+    if detached.update_steps > detached.max_staleness + 1:
+        yield (
+            f"detached.update_steps={detached.update_steps} pushes too rarely for "
+            f"detached.max_staleness={detached.max_staleness}: makers would wait for weights for ever; set it to at "
+            f"most {detached.max_staleness + 1}"
+        )
+    trained = {config.role_mapping[role] for role in config.active_roles if role in TRAINED}
+    shared = {role for role in config.active_roles if role not in TRAINED and config.role_mapping[role] in trained}
+    if shared:
+        yield (
+            f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and trainers are apart: give "
+            "actor and critic pools of their own, e.g. placement=detached"
+        )
+    for key, number in (
+        ("data.train_batch_size", data.train_batch_size),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size),
+        ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),
+    ):
+        if number % detached.num_trainers:
+            yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
+
+
+TRAINED = (Role.Actor, Role.Critic)
+
+
+def maker_config(config: DetachedConfig, name: str) -> DetachedConfig:
+    """What the maker `name` reads. Copies of actor and critic run where the rollout does; the engine never sleeps."""
+    on_rollout_pool = dict.fromkeys(TRAINED, config.role_mapping[Role.Rollout])
+    config = updated(config, {"role_mapping": config.role_mapping | on_rollout_pool})
+    return _with_own_pools(config, name, maker_roles(config), {"actor_rollout_ref.rollout.free_cache_engine": False})
+
+
+def trainer_config(config: DetachedConfig, name: str) -> DetachedConfig:
+    """What the trainer `name` reads: its part of every batch."""
+    sizes = {
+        "data.train_batch_size": config.data.train_batch_size,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
+    }
+    parts = {key: size // config.detached.num_trainers for key, size in sizes.items()}
+    return _with_own_pools(config, name, trainer_roles(config), parts)
+
+
+def maker_roles(config: DetachedConfig) -> list[str]:
+    """All but the actor, which a maker needs only where it computes log-probabilities."""
+    return [role for role in config.active_roles if role != Role.Actor or config.needs_old_log_probs]
+
+
+def trainer_roles(config: DetachedConfig) -> list[str]:
+    return [role for role in config.active_roles if role in TRAINED]
+
+
+def maker_names(config: DetachedConfig) -> list[str]:
+    return [f"maker_{index}" for index in range(config.detached.num_makers)]
+
+
+def trainer_names(config: DetachedConfig) -> list[str]:
+    return [f"trainer_{index}" for index in range(config.detached.num_trainers)]
+
+
+def all_pools(config: DetachedConfig) -> DetachedConfig:
+    """The configuration with the pools of all makers and trainers, by which they are checked against a machine."""
+    sides = [maker_config(config, name) for name in maker_names(config)]
+    sides += [trainer_config(config, name) for name in trainer_names(config)]
+    pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
+    return updated(config, {"resource_pool_spec": config.resource_pool_spec | pools})
+
+
+def num_prompts_at_a_time(config: DetachedConfig) -> int:
+    detached = config.detached
+    return detached.experience_batch_size or -(-config.data.train_batch_size // detached.num_makers)
+
+
+def _with_own_pools(
+    config: DetachedConfig, side: str, roles: Sequence[str], values: Mapping[str, Any]
+) -> DetachedConfig:
+    """The configuration with the pools of these roles alone, each under a name of its own, and with other values."""
+    mapping = {role: f"{side} {pool}" for role, pool in config.role_mapping.items()}
+    own = {mapping[role]: config.resource_pool_spec[config.role_mapping[role]] for role in roles}
+    return updated(config, {**values, "role_mapping": mapping, "resource_pool_spec": own})
+
+
+def updated(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
+    """The configuration with other values of some keys, given by their full path."""
+    nested: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            nested.setdefault(name, {})[rest] = value
+        else:
+            own[name] = value
+    own |= {name: updated(getattr(config, name), inner) for name, inner in nested.items()}
+    return config.model_copy(update=own)

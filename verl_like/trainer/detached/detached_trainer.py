@@ -1,0 +1,162 @@
+"""A trainer of detached training: experience in from the makers, weights out to them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+
+from verl_like.protocol import DataProto, Metric, merge_metrics
+from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.detached.buffer import ExperienceBuffer
+from verl_like.trainer.detached.config import DetachedConfig, trainer_config, trainer_roles, updated
+from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.detached.side import (
+    LedgerHandle,
+    ModelFn,
+    PushedWeights,
+    SentFuture,
+    SideRecorder,
+    SideReport,
+    remote,
+    side_named,
+    start_models,
+)
+from verl_like.trainer.experience_maker import Experience
+from verl_like.trainer.learner import Learner
+from verl_like.trainer.metrics import batch_metrics
+from verl_like.trainer.ppo_workers import (
+    build_resource_pools,
+    build_role_worker_mapping,
+    import_worker_class,
+    start_groups,
+)
+from verl_like.trainer.roles import Role
+from verl_like.workers.models.pretrained import load_hf_config
+from verl_like.workers.planning.flops import ModelCost
+
+
+@remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
+class DetachedPPOTrainer:
+    """The driver of one trainer, a named Ray actor. The first one pushes the weights of all.
+
+    Args:
+        config: the configuration of the run.
+        experience_maker_holder_name_list: the makers that get the weights.
+        model_fn: the worker class of each role that is trained; by default those of the configuration.
+        env_info: which of several trainers of the model this is, None for the only one.
+    """
+
+    def __init__(
+        self,
+        config: DetachedConfig,
+        experience_maker_holder_name_list: Sequence[str],
+        model_fn: ModelFn | None = None,
+        env_info: Any = None,
+    ) -> None:
+        self.name = ray.get_runtime_context().get_actor_name()
+        self.config, self.maker_names = trainer_config(config, self.name), experience_maker_holder_name_list
+        self.model_fn, self.env_info = model_fn, env_info
+        self.index = 0 if env_info is None else env_info.index
+        self.recorder = SideRecorder(self.name)
+        self.metrics: deque[dict[str, Metric]] = deque()
+        """What the makers measured since the last training step."""
+        self.pushed: PushedWeights | None = None
+        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
+        room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
+        self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
+
+    def fit(self, total_steps: int, update_steps: int = 1, train_epochs: int | None = None) -> int:
+        """Trains for `total_steps`, with a push of the weights after every `update_steps` and after the last.
+
+        `train_epochs` are passes over one batch, by default `ppo_epochs`. Returns the version of the weights.
+        """
+        if train_epochs is not None:
+            epochs = {f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")}
+            self.config = updated(self.config, epochs)
+        with self.recorder.timer("starting"):
+            self.start()
+        self.push()
+        data, deadline_s = self.config.data, self.config.trainer.call_timeout_s
+        step_started = time.time()
+        for step in range(1, total_steps + 1):
+            self.recorder.seconds = {}
+            version = self.learner.version
+            with self.recorder.timer("waiting for experience"):
+                numbers, batch = self.buffer.take(data.train_batch_size, version, deadline_s)
+            made = [self.metrics.popleft() for _ in range(len(self.metrics))]
+            if self.config.algorithm.rollout_correction.bypass_mode:
+                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            with self.recorder.timer("update"):
+                work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+                update = self.learner.learn(Experience(batch, work, {}))
+                metrics = [batch_metrics(batch, data.max_prompt_length, data.max_response_length)]
+                metrics += [*made, update.get()]
+            self.ledger.trained(numbers, version)
+            if step % update_steps == 0 or step == total_steps:
+                with self.recorder.timer("export_weights"):
+                    self.push()
+            save_freq = self.config.trainer.save_freq
+            if step == total_steps or (save_freq > 0 and step % save_freq == 0):
+                folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
+                with self.recorder.timer("save_checkpoint"):
+                    self.learner.save(folder, with_checkpoint=save_freq > 0)
+            now = time.time()
+            seconds = {"step": now - step_started} | self.recorder.seconds
+            metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]
+            self.recorder.rows.append((step, merge_metrics(metrics)))
+            step_started = now
+        return self.learner.version
+
+    def start(self) -> None:
+        """Starts the workers and loads the models."""
+        config = self.config
+        own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+        mapping = build_role_worker_mapping(config, own_classes)
+        mapping = {role: mapping[role] for role in trainer_roles(config)}
+        mapping |= self.model_fn(config) if self.model_fn else {}
+        pools = build_resource_pools(config, list(mapping))
+        self.groups, _ = start_groups(config, mapping, pools, self.recorder.record)
+        n = config.actor_rollout_ref.rollout.n
+        self.learner = Learner(
+            actor=self.groups[Role.Actor],
+            critic=self.groups.get(Role.Critic),
+            num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
+            num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
+            critic_warmup=config.trainer.critic_warmup,
+            max_staleness=config.detached.max_staleness,
+        )
+        hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
+        self.model_cost = ModelCost.of(hf_config)
+        start_models(self.groups)
+
+    @ray.method(concurrency_group="buffer")
+    def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:
+        """Takes the experience of some tickets, n rows each; waits while the buffer is full."""
+        self.buffer.extend(maker, tickets, batch, self.config.trainer.call_timeout_s)
+        self.metrics.append(metrics)
+
+    def push(self) -> None:
+        """Exports the weights and, from the first trainer, gives references to them to every maker."""
+        version, deadline_s = self.learner.version, self.config.trainer.call_timeout_s
+        exports = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
+        sent = {role: SentFuture.of(future, deadline_s) for role, future in exports.items()}
+        self.learner.actor.report_finished_calls()
+        if self.index == 0:
+            self.pushed = PushedWeights(version, sent)
+            for name in self.maker_names:
+                side_named(name).update_experience_maker.remote(self.pushed)
+
+    @ray.method(concurrency_group="weights")
+    def newest_weights(self) -> PushedWeights | None:
+        """What was pushed last: a maker that was started again asks for it."""
+        return self.pushed
+
+    @ray.method(concurrency_group="status")
+    def report(self) -> SideReport:
+        """What happened since the last report; an actor that does not answer is stopped or dead."""
+        return self.recorder.report()

@@ -1,0 +1,229 @@
+"""A maker of detached training: prompts in, experience out to the trainers, with the weights that they push."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import ray
+
+from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.data.sampler import EpochSampler
+from verl_like.protocol import DataProto, Metric
+from verl_like.single_controller.failure import CallTimeout, WorkerError
+from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
+from verl_like.trainer.detached.ledger import Ticket
+from verl_like.trainer.detached.side import (
+    POLL_S,
+    LedgerHandle,
+    ModelFn,
+    PushedWeights,
+    SideRecorder,
+    SideReport,
+    ask,
+    remote,
+    rows_of,
+    side_named,
+    start_models,
+)
+from verl_like.trainer.experience_maker import Experience, Weights
+from verl_like.trainer.ppo_inputs import check_inputs
+from verl_like.trainer.ppo_trainer import get_trainer
+from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.roles import Role
+from verl_like.trainer.run_recorder import RunRecorder
+
+
+class PromptLoader:
+    """Prompts by their number in the order of the run."""
+
+    def __init__(self, dataset: PromptDataset, config: DetachedConfig) -> None:
+        data = config.data
+        self.dataset = dataset
+        self.sampler = EpochSampler(len(dataset), data.train_batch_size, seed=config.trainer.seed, shuffle=data.shuffle)
+
+    def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
+        """The prompts of some tickets, (B,) for those of each training step, whose number seeds the sampling."""
+        batches = []
+        size = self.sampler.batch_size
+        for step, of_step in itertools.groupby(tickets, key=lambda ticket: ticket.number // size):
+            its_tickets = list(of_step)
+            epoch, rows = self.sampler.batch(step)
+            prompts = self.dataset.collate([self.dataset[rows[ticket.number % size]] for ticket in its_tickets], epoch)
+            prompts.meta_info |= {"epoch": epoch, "global_steps": step + 1}
+            batches.append((its_tickets, prompts))
+        return batches
+
+
+@remote(concurrency_groups={"weights": 1, "status": 1})
+class ExperienceMakerHolder:
+    """The driver of one maker, a named Ray actor.
+
+    Args:
+        config: the configuration of the run.
+        detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
+        model_fn: the worker class of each role that this maker runs; by default those of the configuration.
+        validates: whether this maker validates, see `trainer.test_freq`.
+    """
+
+    def __init__(
+        self,
+        config: DetachedConfig,
+        detached_trainer_name_list: Sequence[str],
+        model_fn: ModelFn | None = None,
+        validates: bool = False,
+    ) -> None:
+        self.name = ray.get_runtime_context().get_actor_name()
+        self.config, self.trainer_names = maker_config(config, self.name), detached_trainer_name_list
+        self.validates = validates
+        self.model_fn = model_fn
+        self.recorder = SideRecorder(self.name)
+        self.cleanup = contextlib.ExitStack()
+        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
+        self.version = -1
+        """Of the weights that generate; -1 before the first push."""
+        self.validated = -1
+        """The version that was validated last."""
+        self.pushed: PushedWeights | None = None
+        self.has_pushed = threading.Condition()
+        self.sent: list[Any] = []
+        """References to the answers of trainers that experience is on its way to."""
+
+    def start(self) -> None:
+        """Starts the workers and loads the models."""
+        inputs = check_inputs(self.config, self.cleanup)
+        mapping = {role: inputs.role_worker_mapping[role] for role in maker_roles(self.config)}
+        copies: dict = {}
+        for role in mapping.keys() & copies.keys():
+            mapping[role].cls = copies[role]
+        mapping |= self.model_fn(self.config) if self.model_fn else {}
+        self.run = get_trainer()(
+            self.config,
+            inputs.tokenizer,
+            mapping,
+            build_resource_pools(self.config, list(mapping)),
+            inputs.train_dataset,
+            inputs.val_dataset,
+            inputs.scorer,
+            cast(RunRecorder, self.recorder),
+        )
+        self.run.groups = self.run.start_groups()
+        self.run.maker = self.run.build_maker()
+        start_models(self.run.groups)
+        self.loader = PromptLoader(inputs.train_dataset, self.config)
+
+    def workingloop(self, num_steps: int | None = None) -> int:
+        """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how often."""
+        with self.recorder.timer("starting"):
+            self.start()
+        deadline_s = self.config.trainer.call_timeout_s
+        limit = num_prompts_at_a_time(self.config)
+        done, waiting_since = 0, time.monotonic()
+        if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
+            self.keep_newest(newest)
+        while num_steps is None or done < num_steps:
+            self.load_newest_weights()
+            tickets: list[Ticket] | None = []
+            if self.version >= 0:
+                tickets = self.ledger.take(self.name, self.version, limit)
+            if tickets is None:
+                break
+            if not tickets:
+                if time.monotonic() - waiting_since > deadline_s:
+                    waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+                    raise CallTimeout(self.name, "workingloop", deadline_s, waited_for)
+                with self.recorder.timer("waiting for weights"), self.has_pushed:
+                    self.has_pushed.wait(timeout=POLL_S)
+                continue
+            for its_tickets, prompts in self.loader.load(tickets):
+                with self.recorder.timer("making experience"):
+                    experience = self.run.maker.make(prompts)
+                self.send(its_tickets, experience)
+            done, waiting_since = done + 1, time.monotonic()
+        self.wait_for_sent()
+        return done
+
+    def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
+        """Sends the rows of each ticket to its trainer, while the next experience is made."""
+        self.wait_for_sent()
+        batch, n = experience.batch, self.config.actor_rollout_ref.rollout.n
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
+        metrics = dict(experience.metrics)
+        for index, name in enumerate(self.trainer_names):
+            places = [place for place, ticket in enumerate(tickets) if ticket.trainer == index]
+            if places:
+                its_rows = batch if len(places) == len(tickets) else rows_of(batch, places, n)
+                its_tickets = [tickets[place] for place in places]
+                self.sent.append(side_named(name).extend.remote(self.name, its_tickets, its_rows, metrics))
+                metrics = {}  # they count once
+
+    def wait_for_sent(self) -> None:
+        """Until the trainers have what was sent; they take it when their buffer has room."""
+        deadline_s = self.config.trainer.call_timeout_s
+        with self.recorder.timer("waiting for room in a buffer"):
+            try:
+                ray.get(self.sent, timeout=deadline_s)
+            except ray.exceptions.GetTimeoutError:
+                raise CallTimeout(self.name, "send", deadline_s, "room in the buffers of the trainers") from None
+        self.sent = []
+
+    @ray.method(concurrency_group="weights")
+    def update_experience_maker(self, weights: PushedWeights) -> None:
+        """Gives the maker weights, which it takes before it generates again."""
+        self.keep_newest(weights)
+
+    def keep_newest(self, weights: PushedWeights) -> None:
+        with self.has_pushed:
+            if self.pushed is None or weights.version > self.pushed.version:
+                self.pushed = weights
+                self.has_pushed.notify_all()
+
+    def load_newest_weights(self) -> None:
+        """Takes what was pushed last to the engines and the copies, all under one version.
+
+        Where a trainer that died has taken a part of it along, the maker stays on the version that it has.
+        """
+        weights = self.pushed
+        if weights is None or weights.version <= self.version:
+            return
+        with self.recorder.timer("update_weights"):
+            futures = {role: sent.receive() for role, sent in weights.exports.items()}
+            try:
+                self.run.maker.load_weights(Weights(futures[Role.Actor], weights.version))
+                for role in self.run.groups.keys() & set(TRAINED):
+                    self.run.groups[role].load_weights(futures[role], version=weights.version)
+            except WorkerError as error:
+                self.recorder.status = f"version {weights.version} did not arrive: {error.headline()}"
+                return
+        self.version = weights.version
+        trainer = self.config.trainer
+        is_due = self.version % trainer.test_freq == 0 if self.version else trainer.val_before_train
+        if is_due and trainer.test_freq > 0:
+            self.validate()
+
+    def validate(self) -> None:
+        """If this maker is the one that does: validates with the weights that it has, for the next report."""
+        if not self.validates:
+            return
+        self.run.global_step = self.validated = self.version
+        with self.recorder.timer("testing"):
+            metrics = {name: Metric.mean(value) for name, value in self.run.validate().items()}
+        self.recorder.rows.append((self.version, metrics))
+
+    def finish(self, version: int) -> None:
+        """After the loop: takes the last weights and validates with them, unless that was done."""
+        self.load_newest_weights()
+        assert self.version == version, (self.version, version)
+        if self.config.trainer.test_freq > 0 and self.validated != version:
+            self.validate()
+        self.cleanup.close()
+
+    @ray.method(concurrency_group="status")
+    def report(self) -> SideReport:
+        """What happened since the last report; an actor that does not answer is stopped or dead."""
+        return self.recorder.report()

@@ -1,0 +1,221 @@
+"""Detached training for the run shell: starts makers and trainers, collects their record, replaces makers that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import remove_placement_group
+
+from verl_like.protocol import Metric, merge_metrics, metric_values
+from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.trainer.detached.config import (
+    DetachedConfig,
+    all_pools,
+    maker_config,
+    maker_names,
+    trainer_names,
+    updated,
+)
+from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
+from verl_like.trainer.detached.ledger import PromptLedger
+from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
+from verl_like.trainer.detached.side import LEDGER, SideReport, ask
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
+from verl_like.trainer.run import run
+from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.worker_template import WorkerTemplate
+
+ANSWER_S = 30.0
+"""A maker or trainer that does not answer for so long is stopped or dead."""
+POLL_S = 0.5
+
+
+def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None) -> int:
+    """Runs detached training; returns the exit code."""
+    return run(config, check_detached_inputs, fit, PPO_DISPLAY, template)
+
+
+def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
+    """Checks all input as the makers do again; raises ValueError or RewardError."""
+    with contextlib.ExitStack() as until_checked:
+        inputs = check_inputs(all_pools(config), until_checked)
+    steps = inputs.config.trainer.total_training_steps
+    return replace(inputs, config=updated(config, {"trainer.total_training_steps": steps}), scorer=None)
+
+
+def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
+    """Trains to the end."""
+    config: Any = updated(inputs.config, {"trainer.default_local_dir": str(recorder.run_dir)})
+    run = DetachedRun(config, recorder)
+    run.start()
+    run.watch()
+    run.finish()
+
+
+class DetachedRun:
+    """The processes of a run. Experience and weights travel between them; this process sees numbers and metrics."""
+
+    def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
+        self.config, self.recorder = config, recorder
+        self.maker_names, self.trainer_names = maker_names(config), trainer_names(config)
+        self.actors: dict[str, Any] = {}
+        self.loops: dict[str, Any] = {}
+        """The reference to each maker's and trainer's loop, as long as it runs."""
+        self.num_restarts: Counter[str] = Counter()
+        self.reports: dict[str, SideReport] = {}
+        """The last report of each side."""
+        self.rows: dict[int, list[Mapping[str, Metric]]] = defaultdict(list)
+        """The metrics of a step by those trainers that have done it."""
+        self.waited_s: dict[str, float] = {}
+        self.shares_at = time.time()
+
+    def start(self) -> None:
+        """Starts ledger, trainers and makers, and their loops."""
+        config, detached = self.config, self.config.detached
+        steps = config.trainer.total_training_steps
+        assert steps is not None  # filled in when the inputs were checked
+        ledger_class: Any = ray.remote(PromptLedger)
+        self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
+            num_steps=steps,
+            batch_size=config.data.train_batch_size,
+            num_trainers=detached.num_trainers,
+            max_staleness=detached.max_staleness,
+            routing=detached.routing,
+            max_attempts=detached.max_attempts,
+        )
+        trainer_class: Any = DetachedPPOTrainer
+        for name in self.trainer_names:
+            actor = trainer_class.options(name=name, num_cpus=0).remote(config, self.maker_names)
+            self.actors[name] = actor
+            self.loops[name] = actor.fit.remote(steps, detached.update_steps)
+        for name in self.maker_names:
+            self.start_maker(name)
+
+    def start_maker(self, name: str) -> None:
+        """Starts a maker and its loop; the first one validates."""
+        validates = name == self.maker_names[0]
+        maker_class: Any = ExperienceMakerHolder
+        actor = maker_class.options(name=name, num_cpus=0).remote(self.config, self.trainer_names, validates=validates)
+        self.actors[name] = actor
+        self.loops[name] = actor.workingloop.remote()
+
+    def watch(self) -> None:
+        """Until all loops have ended. Raises what ended a trainer, or a maker more often than `max_restarts`."""
+        self.recorder.console.start_training(self.config.trainer.total_training_steps or 0)
+        while self.loops:
+            ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
+            names = {loop: name for name, loop in self.loops.items()}
+            for loop in ended:
+                self.end_of_loop(names[loop], loop)
+            for name in list(self.loops):
+                self.collect(name)
+
+    def end_of_loop(self, name: str, loop: Any) -> None:
+        """A loop has ended: at its end, or because the side failed."""
+        try:
+            ray.get(loop, timeout=ANSWER_S)
+        except RayTaskError as error:
+            cause = error.cause
+            if not isinstance(cause, WorkerError | CallTimeout):
+                raise cause from None  # input that is wrong stays wrong
+            self.failed(name, cause)
+        except RayActorError as error:
+            self.failed(name, error)
+        else:
+            self.collect(name)
+            self.loops.pop(name, None)
+
+    def collect(self, name: str) -> None:
+        """Writes what happened on a side since the last time."""
+        try:
+            report: SideReport = ask(name, "report", timeout=ANSWER_S)
+        except (CallTimeout, RayActorError) as error:
+            self.failed(name, error)
+            return
+        self.reports[name] = report
+        for event in report.events:
+            self.recorder.timeline.record(event)
+        for step, metrics in report.rows:
+            if name in self.maker_names:
+                self.log_validation(step, metric_values(metrics))
+            else:
+                self.log_step(step, metrics)
+
+    def log_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Writes a step's metrics once all trainers have done it."""
+        self.rows[step].append(metrics)
+        if len(self.rows[step]) < len(self.trainer_names):
+            return
+        values = metric_values(merge_metrics([dict(row) for row in self.rows.pop(step)]))
+        counts = ask(LEDGER, "counts", timeout=ANSWER_S)
+        values |= {f"detached/{name}": count for name, count in counts.items()}
+        values |= {"training/global_step": step} | self.idle_shares()
+        self.recorder.timeline.start_step(step)
+        self.recorder.tracking.log(values, step)
+        self.recorder.console.show_step(step, self.config.trainer.total_training_steps or 0, values)
+
+    def idle_shares(self) -> dict[str, float]:
+        """Which share of the time since the last call each side waited for others."""
+        now = time.time()
+        shares = {}
+        for name, report in self.reports.items():
+            waited_s = report.waited_s - self.waited_s.get(name, 0.0)
+            shares[f"detached/idle/{name}"] = min(1.0, max(0.0, waited_s / (now - self.shares_at)))
+            self.waited_s[name] = report.waited_s
+        self.shares_at = now
+        return shares
+
+    def log_validation(self, version: int, values: dict[str, float]) -> None:
+        self.recorder.tracking.log(values, version)
+        self.recorder.console.show_validation(version, values)
+
+    def failed(self, name: str, error: RayActorError | WorkerError | CallTimeout) -> None:
+        """Starts a maker again, whose prompts are given out again. Raises for a trainer: then the run has failed."""
+        last = self.reports.get(name)
+        if isinstance(error, RayActorError):
+            reason = str(error).strip().splitlines()[-1]
+            error = WorkerDied(name, 0, last.node if last else "?", last.pid if last else 0, "its loop", reason)
+        if name in self.trainer_names or self.num_restarts[name] == self.config.detached.max_restarts:
+            error.add_note("\n  ".join(["When last seen:", *(report.status for report in self.reports.values())]))
+            raise error
+        self.num_restarts[name] += 1
+        headline = error.headline() if isinstance(error, WorkerError) else str(error)
+        self.recorder.console.say(f"{name} failed and is started again: {headline}")
+        self.remove(name)
+        ask(LEDGER, "lost", name, timeout=ANSWER_S)
+        self.start_maker(name)
+
+    def remove(self, name: str) -> None:
+        """Stops what is left of a maker and frees its pools, which Ray would free later."""
+        ray.kill(self.actors[name])
+        for pool, sizes in maker_config(self.config, name).resource_pool_spec.items():
+            for index in range(len(sizes)):
+                with contextlib.suppress(ValueError):  # it was not reserved yet
+                    remove_placement_group(ray.util.get_placement_group(f"{pool}:{index}"))
+        deadline = time.monotonic() + ANSWER_S
+        with contextlib.suppress(ValueError):  # there is no actor of this name any more
+            while ray.get_actor(name):
+                if time.monotonic() > deadline:
+                    raise CallTimeout(name, "kill", ANSWER_S, "its process to end")
+                time.sleep(POLL_S)
+
+    def finish(self) -> None:
+        """Validates with the last weights, and shows what became of every prompt."""
+        steps = self.config.trainer.total_training_steps
+        finishing = {name: self.actors[name].finish.remote(steps) for name in self.maker_names}
+        for name, reference in finishing.items():
+            try:
+                ray.get(reference, timeout=self.config.trainer.call_timeout_s)
+            except GetTimeoutError:
+                raise CallTimeout(name, "finish", self.config.trainer.call_timeout_s, name) from None
+            self.collect(name)
+        counts = ask(LEDGER, "counts", timeout=ANSWER_S)
+        self.recorder.console.say("Prompts: " + ", ".join(f"{count} {name}" for name, count in counts.items()))

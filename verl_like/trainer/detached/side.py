@@ -1,0 +1,169 @@
+"""What makers and trainers have in common: how they are found, what they send each other, and what they record."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from verl_like.protocol import DataProto, Future, Metric, Part
+from verl_like.single_controller import CallEvent
+from verl_like.single_controller.failure import CallTimeout
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.detached.config import DetachedConfig
+
+LEDGER = "ledger"
+"""Name of the actor that is the run's `PromptLedger`."""
+POLL_S = 0.1
+
+remote: Any = ray.remote  # whose type does not know concurrency groups
+
+ModelFn = Callable[[DetachedConfig], Mapping[str, RayClassWithInitArgs]]
+"""(configuration) -> the worker class of each role that a maker or a trainer runs."""
+
+
+@dataclass(frozen=True)
+class SentFuture:
+    """A future on its way to another driver: references to its ranks' results, and how they become one value."""
+
+    parts: Sequence[Part]
+    collect: Callable[[list[Any]], Any]
+
+    @classmethod
+    def of(cls, future: Future[Any], deadline_s: float) -> SentFuture:
+        """Waits until the call has finished; its results stay where they are."""
+        parts = future.parts
+        headers = [part.header for part in parts]
+        ready, _ = ray.wait(headers, num_returns=len(headers), timeout=deadline_s)
+        if len(ready) < len(headers):
+            future.get(timeout=0)  # names what is late
+        return cls(parts, future.collect)
+
+    def receive(self) -> Future[Any]:
+        """The future as an argument of this driver's worker groups."""
+        return Future(_ReceivedCall(self.parts), self.collect)
+
+
+@dataclass(frozen=True)
+class _ReceivedCall:
+    """A call of another driver, which has finished."""
+
+    its_parts: Sequence[Part]
+
+    def wait(self, timeout: float | None) -> list[Any]:
+        raise AssertionError("results of another driver are read by workers alone")
+
+    def stream(self) -> Iterator[Any]:
+        return iter(())
+
+    def done(self) -> bool:
+        return True
+
+    def parts(self) -> list[Part]:
+        return list(self.its_parts)
+
+
+@dataclass(frozen=True)
+class PushedWeights:
+    """The weights of one version: what each trained role exported."""
+
+    version: int
+    exports: Mapping[str, SentFuture]
+
+
+@dataclass(frozen=True)
+class SideReport:
+    """What happened on a side since the last report."""
+
+    events: Sequence[CallEvent]
+    rows: Sequence[tuple[int, Mapping[str, Metric]]]
+    """(training step, metrics) of a trainer, (version, metrics) of a maker's validations."""
+    status: str
+    """What the side does, or what it waits for and since when."""
+    waited_s: float
+    """Seconds so far in which it waited for other sides."""
+    node: str
+    pid: int
+
+
+@dataclass
+class SideRecorder:
+    """Stands for the run's recorder on a side, whose record the run collects."""
+
+    name: str
+    events: list[CallEvent] = field(default_factory=list)
+    rows: list[tuple[int, Mapping[str, Metric]]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each phase of the driver so far."""
+    status: str = "starting"
+    since: float = field(default_factory=time.time)
+    waited_s: float = 0.0
+
+    @property
+    def timeline(self) -> SideRecorder:
+        return self
+
+    def record(self, event: CallEvent) -> None:
+        self.events.append(event)
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of a phase, which is the side's status meanwhile."""
+        before, started = (self.status, self.since), time.time()
+        self.status, self.since = phase, started
+        yield
+        self.status, self.since = before
+        seconds = time.time() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.waited_s += seconds if phase.startswith("waiting") else 0.0
+
+    def show_generations(self, *_: Any) -> None:
+        """Of a validation; a run shows its metrics alone."""
+
+    def report(self) -> SideReport:
+        """What was recorded since the last report."""
+        events, self.events = self.events, []
+        rows, self.rows = self.rows, []
+        status = f"{self.name}: {self.status} for {time.time() - self.since:.0f} s"
+        return SideReport(events, rows, status, self.waited_s, ray.util.get_node_ip_address(), os.getpid())
+
+
+def side_named(name: str) -> Any:
+    """The actor of a maker, a trainer or the ledger."""
+    return ray.get_actor(name)
+
+
+def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
+    """The answer of another side. Raises CallTimeout if it takes more than `timeout` seconds."""
+    try:
+        return ray.get(getattr(side_named(name), method).remote(*args), timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise CallTimeout(name, method, timeout, name) from None
+
+
+class LedgerHandle:
+    """The ledger's methods, each with a deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return functools.partial(ask, LEDGER, method, timeout=self.deadline_s)
+
+
+def start_models(groups: Mapping[str, WorkerGroup]) -> None:
+    """Loads the models of all groups at the same time."""
+    for future in [group.init_model.remote() for group in groups.values()]:
+        future.get()
+
+
+def rows_of(batch: DataProto, prompts: Sequence[int], num_samples: int) -> DataProto:
+    """The `num_samples` rows of each of some prompts of a batch, by the prompts' places in it."""
+    return batch.select_idxs([place * num_samples + k for place in prompts for k in range(num_samples)])
