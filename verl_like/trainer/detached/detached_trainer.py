@@ -11,6 +11,7 @@ from typing import Any, cast
 import ray
 
 from verl_like.protocol import DataProto, Metric, merge_metrics
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig, trainer_config, trainer_roles, updated
@@ -38,6 +39,13 @@ from verl_like.trainer.ppo_workers import (
 from verl_like.trainer.roles import Role
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
+
+
+def trainer_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
+    """The workers of a trainer by the configuration: actor and critic."""
+    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    mapping = build_role_worker_mapping(config, own_classes)
+    return {role: mapping[role] for role in trainer_roles(config)}
 
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
@@ -115,10 +123,7 @@ class DetachedPPOTrainer:
     def start(self) -> None:
         """Starts the workers and loads the models."""
         config = self.config
-        own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
-        mapping = build_role_worker_mapping(config, own_classes)
-        mapping = {role: mapping[role] for role in trainer_roles(config)}
-        mapping |= self.model_fn(config) if self.model_fn else {}
+        mapping = dict((self.model_fn or trainer_models)(config))
         pools = build_resource_pools(config, list(mapping))
         self.groups, _ = start_groups(config, mapping, pools, self.recorder.record)
         n = config.actor_rollout_ref.rollout.n

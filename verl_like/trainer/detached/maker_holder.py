@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -15,6 +16,7 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.failure import CallTimeout, WorkerError
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import (
@@ -31,20 +33,42 @@ from verl_like.trainer.detached.side import (
     start_models,
 )
 from verl_like.trainer.experience_maker import Experience, Weights
-from verl_like.trainer.ppo_inputs import check_inputs
+from verl_like.trainer.ppo_inputs import check_inputs, load_dataset
 from verl_like.trainer.ppo_trainer import get_trainer
-from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, import_worker_class
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.workers.models.pretrained import load_tokenizer
+
+
+def maker_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
+    """The workers of a maker by the configuration, with copies in place of actor and critic."""
+    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    mapping = build_role_worker_mapping(config, own_classes)
+    copies: dict[str, type] = {}
+    for role in mapping.keys() & copies.keys():
+        mapping[role].cls = copies[role]
+    return {role: mapping[role] for role in maker_roles(config)}
 
 
 class PromptLoader:
-    """Prompts by their number in the order of the run."""
+    """Prompts by their number in the order of the run.
 
-    def __init__(self, dataset: PromptDataset, config: DetachedConfig) -> None:
-        data = config.data
-        self.dataset = dataset
-        self.sampler = EpochSampler(len(dataset), data.train_batch_size, seed=config.trainer.seed, shuffle=data.shuffle)
+    Args:
+        config: the configuration of the run, which says where they are.
+        dataset: the training prompts; None reads them when they are first needed.
+    """
+
+    def __init__(self, config: DetachedConfig, dataset: PromptDataset | None = None) -> None:
+        self.config, self.dataset = config, dataset
+
+    @functools.cached_property
+    def sampler(self) -> EpochSampler:
+        config = self.config
+        if self.dataset is None:
+            self.dataset = load_dataset(config, load_tokenizer(config.actor_rollout_ref.model), "train")
+        size, seed = config.data.train_batch_size, config.trainer.seed
+        return EpochSampler(len(self.dataset), size, seed=seed, shuffle=config.data.shuffle)
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """The prompts of some tickets, (B,) for those of each training step, whose number seeds the sampling."""
@@ -93,14 +117,10 @@ class ExperienceMakerHolder:
         self.sent: list[Any] = []
         """References to the answers of trainers that experience is on its way to."""
 
-    def start(self) -> None:
-        """Starts the workers and loads the models."""
+    def start(self) -> PromptLoader:
+        """Starts the workers and loads the models; returns the prompts of the configuration."""
         inputs = check_inputs(self.config, self.cleanup)
-        mapping = {role: inputs.role_worker_mapping[role] for role in maker_roles(self.config)}
-        copies: dict = {}
-        for role in mapping.keys() & copies.keys():
-            mapping[role].cls = copies[role]
-        mapping |= self.model_fn(self.config) if self.model_fn else {}
+        mapping = dict((self.model_fn or maker_models)(self.config))
         self.run = get_trainer()(
             self.config,
             inputs.tokenizer,
@@ -114,12 +134,12 @@ class ExperienceMakerHolder:
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         start_models(self.run.groups)
-        self.loader = PromptLoader(inputs.train_dataset, self.config)
+        return PromptLoader(self.config, inputs.train_dataset)
 
-    def workingloop(self, num_steps: int | None = None) -> int:
+    def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:
         """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how often."""
         with self.recorder.timer("starting"):
-            self.start()
+            loader = self.start()
         deadline_s = self.config.trainer.call_timeout_s
         limit = num_prompts_at_a_time(self.config)
         done, waiting_since = 0, time.monotonic()
@@ -139,7 +159,7 @@ class ExperienceMakerHolder:
                 with self.recorder.timer("waiting for weights"), self.has_pushed:
                     self.has_pushed.wait(timeout=POLL_S)
                 continue
-            for its_tickets, prompts in self.loader.load(tickets):
+            for its_tickets, prompts in (data_loader or loader).load(tickets):
                 with self.recorder.timer("making experience"):
                     experience = self.run.maker.make(prompts)
                 self.send(its_tickets, experience)

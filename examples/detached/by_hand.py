@@ -1,0 +1,79 @@
+"""One maker and one trainer, connected by hand: who runs which models, who sends to whom, how long each loop is.
+
+    python -m examples.detached.by_hand [key=value ...]
+
+`python -m verl_like.trainer.main_detached` makes the same graph from the configuration. It also checks all input before
+Ray starts, starts makers that fail again, and keeps a record.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from verl_like.single_controller.ray.start import start_ray
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
+from verl_like.trainer.detached.ledger import PromptLedger
+from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, PromptLoader
+from verl_like.workers.actor import ActorWorker
+from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.rollout_worker import RolloutWorker
+
+FOLDER = Path(__file__).parent / "config"
+MINUTES = 60.0
+
+
+def maker_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
+    """What a maker of GRPO runs: the engine and the initial policy."""
+    policy = config.actor_rollout_ref
+    return {
+        "rollout": RayClassWithInitArgs(RolloutWorker, config=policy, seed=config.trainer.seed),
+        "ref": RayClassWithInitArgs(ReferenceWorker, config=policy),
+    }
+
+
+def trainer_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
+    """What a trainer of GRPO runs: the policy."""
+    steps = config.trainer.total_training_steps
+    return {"actor": RayClassWithInitArgs(ActorWorker, config=config.actor_rollout_ref, total_training_steps=steps)}
+
+
+def main(overrides: list[str]) -> None:
+    config = load_config(DetachedConfig, broken_detached_rules, overrides, "toy", str(FOLDER))
+    steps, staleness = config.trainer.total_training_steps, config.detached.max_staleness
+    assert steps is not None, "toy.yaml sets it"
+    start_ray(None, config.ray_kwargs.ray_init.num_cpus)
+
+    def data_loader_fn() -> PromptLoader:
+        return PromptLoader(config)
+
+    ledger_class, trainer_class, maker_class = ray.remote(PromptLedger), DetachedPPOTrainer, ExperienceMakerHolder
+    batch_size = config.data.train_batch_size
+    ledger: Any = ledger_class.options(name="ledger", num_cpus=0).remote(
+        num_steps=steps, batch_size=batch_size, max_staleness=staleness
+    )
+    trainer: Any = trainer_class.options(name="trainer_0", num_cpus=0).remote(  # type: ignore[attr-defined]
+        config, experience_maker_holder_name_list=["maker_0"], model_fn=trainer_models
+    )
+    maker: Any = maker_class.options(name="maker_0", num_cpus=0).remote(  # type: ignore[attr-defined]
+        config, detached_trainer_name_list=["trainer_0"], model_fn=maker_models, validates=True
+    )
+    loops = [trainer.fit.remote(total_steps=steps, update_steps=1, train_epochs=1)]
+    loops.append(maker.workingloop.remote(data_loader_fn(), num_steps=None))
+    version, num_batches = ray.get(loops, timeout=30 * MINUTES)
+    ray.get(maker.finish.remote(version), timeout=5 * MINUTES)
+    for step, metrics in ray.get(maker.report.remote(), timeout=MINUTES).rows:
+        scores = {name: round(metric.value, 3) for name, metric in metrics.items() if name.startswith("val-core/")}
+        print(f"step {step}: {scores}")
+    print(f"{num_batches} batches of experience, weights of version {version}")
+    print(ray.get(ledger.counts.remote(), timeout=MINUTES))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
