@@ -166,7 +166,7 @@ def test_every_unknown_key_is_named_at_once():
             "critic.model.override_config.attn_implementation=eager",
             "critic.model.override_config: attn_implementation=eager: expected sdpa, varlen, flash_attention_2 or none",
         ),
-        ("placement=halves", "placement=halves: expected one of colocated, pairs, separate, split"),
+        ("placement=halves", "placement=halves: expected one of colocated, detached, pairs, separate, split"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_was_expected(override: str, message: str):
