@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
 import time
@@ -38,6 +39,7 @@ from verl_like.trainer.ppo_trainer import get_trainer
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, import_worker_class
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 
 
@@ -45,9 +47,12 @@ def maker_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
     """The workers of a maker by the configuration, with copies in place of actor and critic."""
     own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
     mapping = build_role_worker_mapping(config, own_classes)
-    copies: dict[str, type] = {}
+    copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
     for role in mapping.keys() & copies.keys():
-        mapping[role].cls = copies[role]
+        arguments = inspect.signature(copies[role]).parameters
+        kwargs = {name: value for name, value in mapping[role].kwargs.items() if name in arguments}
+        mapping[role] = RayClassWithInitArgs(copies[role], **kwargs)
+        mapping[role].plugins = config.plugins
     return {role: mapping[role] for role in maker_roles(config)}
 
 
