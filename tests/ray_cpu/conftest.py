@@ -18,7 +18,7 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},  # for toy_workers
+        runtime_env={"env_vars": {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[:2]))}},  # for toy_workers
     )
     yield
     ray.shutdown()

@@ -19,6 +19,7 @@ from verl_like.single_controller.worker_group import OnCall, WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role, process_groups, reward_model_key
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
@@ -94,7 +95,11 @@ def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) 
 
 
 def start_groups(
-    config: PPOConfig, mapping: Mapping[str, RayClassWithInitArgs], pools: ResourcePoolManager, on_call: OnCall
+    config: PPOConfig,
+    mapping: Mapping[str, RayClassWithInitArgs],
+    pools: ResourcePoolManager,
+    on_call: OnCall,
+    joint_trainer: JointTrainer | None = None,
 ) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
     """A worker group for each role, and the processes: (pool, roles, group). Training roles of one pool share their
     processes."""
@@ -106,6 +111,7 @@ def start_groups(
             create_colocated_worker_cls({role: mapping[role] for role in roles}),
             deadline_s=config.trainer.call_timeout_s,
             on_call=on_call,
+            worker_env=joint_trainer.worker_env("+".join(roles)) if joint_trainer else None,
         )
         groups |= processes.spawn(roles)
         placement.append((pool, roles, processes))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -127,7 +128,7 @@ def collect_weights(
         named_tensors: (Hugging Face name, parameter), in the same order on every rank; full tensors or DTensors. Use
             `named_parameters()`, which lists tied parameters once.
         dtype: the rollout engine's dtype; values are cast to it before they are gathered.
-        rank: this process among the `world_size` trainer processes that each export a share.
+        rank: this process among the `world_size` processes of a trainer that each export a share.
         version: which update of the policy these weights are.
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
         allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument says so.
@@ -185,8 +186,9 @@ def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
         )
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"rank {rank} exports {name} but is not part of its device mesh"
-    is_copy = any(p.is_replicate() and at > 0 for p, at in zip(tensor.placements, coordinate, strict=True))
-    if is_copy:
+    # Of several trainers of a model each exports on its own: what counts is the copy that its first rank has a part of.
+    first = (tensor.device_mesh.mesh == dist.get_rank() - rank).nonzero()[0].tolist()
+    if any(p.is_replicate() and a != b for p, a, b in zip(tensor.placements, coordinate, first, strict=True)):
         return 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     row, column = (*offsets, 0, 0)[:2]

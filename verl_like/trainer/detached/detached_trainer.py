@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import ray
 
@@ -37,6 +37,7 @@ from verl_like.trainer.ppo_workers import (
     start_groups,
 )
 from verl_like.trainer.roles import Role
+from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
@@ -64,7 +65,7 @@ class DetachedPPOTrainer:
         config: DetachedConfig,
         experience_maker_holder_name_list: Sequence[str],
         model_fn: ModelFn | None = None,
-        env_info: Any = None,
+        env_info: JointTrainer | None = None,
     ) -> None:
         self.name = ray.get_runtime_context().get_actor_name()
         self.config, self.maker_names = trainer_config(config, self.name), experience_maker_holder_name_list
@@ -125,7 +126,7 @@ class DetachedPPOTrainer:
         config = self.config
         mapping = dict((self.model_fn or trainer_models)(config))
         pools = build_resource_pools(config, list(mapping))
-        self.groups, _ = start_groups(config, mapping, pools, self.recorder.record)
+        self.groups, _ = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
         n = config.actor_rollout_ref.rollout.n
         self.learner = Learner(
             actor=self.groups[Role.Actor],
@@ -146,15 +147,16 @@ class DetachedPPOTrainer:
         self.metrics.append(metrics)
 
     def push(self) -> None:
-        """Exports the weights and, from the first trainer, gives references to them to every maker."""
+        """The first trainer exports the weights, of which each has whole copies, and gives all makers references."""
+        if self.index:
+            return
         version, deadline_s = self.learner.version, self.config.trainer.call_timeout_s
         exports = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
         sent = {role: SentFuture.of(future, deadline_s) for role, future in exports.items()}
         self.learner.actor.report_finished_calls()
-        if self.index == 0:
-            self.pushed = PushedWeights(version, sent)
-            for name in self.maker_names:
-                side_named(name).update_experience_maker.remote(self.pushed)
+        self.pushed = PushedWeights(version, sent)
+        for name in self.maker_names:
+            side_named(name).update_experience_maker.remote(self.pushed)
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:

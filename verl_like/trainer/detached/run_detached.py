@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
+from torch.distributed import TCPStore
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
@@ -32,6 +33,7 @@ from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.worker_template import WorkerTemplate
+from verl_like.workers.config.joint_trainer import JointTrainer
 
 ANSWER_S = 30.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
@@ -92,8 +94,12 @@ class DetachedRun:
             max_attempts=detached.max_attempts,
         )
         trainer_class: Any = DetachedPPOTrainer
-        for name in self.trainer_names:
-            actor = trainer_class.options(name=name, num_cpus=0).remote(config, self.maker_names)
+        host, count = ray.util.get_node_ip_address(), detached.num_trainers
+        if count > 1:  # where the processes of all trainers meet; it lives as long as this object
+            self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        for index, name in enumerate(self.trainer_names):
+            env_info = JointTrainer(index, count, host, self.store.port) if count > 1 else None
+            actor = trainer_class.options(name=name, num_cpus=0).remote(config, self.maker_names, env_info=env_info)
             self.actors[name] = actor
             self.loops[name] = actor.fit.remote(steps, detached.update_steps)
         for name in self.maker_names:

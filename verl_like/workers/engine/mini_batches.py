@@ -185,9 +185,15 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
 def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> list[MiniBatch]:
     """The mini-batches of all epochs with their counts; those without any token on any rank are left out.
 
-    Each row is on `sequence_parallel_size` ranks and counts once.
+    Each row is on `sequence_parallel_size` ranks and counts once. ValueError if trainers differ in their rows.
     """
-    chunks = torch.arange(len(rows["input_ids"])).split(schedule.num_mini_batch_rows)
+    num_rows = len(rows["input_ids"])
+    most_and_least = torch.tensor([num_rows, -num_rows])
+    dist.all_reduce(most_and_least, op=dist.ReduceOp.MAX)
+    if most_and_least.sum() != 0:
+        most, least = most_and_least.tolist()
+        raise ValueError(f"this rank got {num_rows} rows, others {-least} to {most}: give all trainers as many.")
+    chunks = torch.arange(num_rows).split(schedule.num_mini_batch_rows)
     micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])

@@ -1,0 +1,225 @@
+"""Several trainers of one model, each with worker groups of its own, against one group of all their ranks."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_worker_models import critic_config, make_batch, policy_config, write_model
+
+from verl_like.protocol import DataProto, merge_metrics, metric_values
+from verl_like.single_controller import WorkerError
+from verl_like.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.joint_trainer import JointTrainer
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.engine import mesh
+from verl_like.workers.weight_sync import check_exports, iterate_weights
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+ROWS = 8
+OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "grad_clip": 0.5}
+Groups = dict[str, RayWorkerGroup]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def joint_trainers(count: int, store: dist.TCPStore) -> list[JointTrainer]:
+    return [JointTrainer(index, count, "127.0.0.1", store.port) for index in range(count)]
+
+
+@contextlib.contextmanager
+def start(
+    model: str,
+    num_ranks: int,
+    processes: Sequence[Sequence[str]],
+    of: str,
+    trainer: JointTrainer | None,
+    fsdp_size: int,
+) -> Iterator[Groups]:
+    """The worker groups of one driver: a set of processes for each entry of `processes`. `of` makes names unique."""
+    num_trainers = trainer.count if trainer else 1
+    sharded = {"fsdp_size": fsdp_size}
+    rows = {"prompts": ROWS // 2 // num_trainers, "micro": 1}
+    policy = policy_config(model, fsdp=sharded, **rows, **OBJECTIVE, ppo_epochs=2)
+    critic = critic_config(model, **rows, ppo_epochs=2)
+    critic = critic.model_copy(
+        update={"model": critic.model.model_copy(update={"fsdp_config": policy.actor.fsdp_config})}
+    )
+    classes = {
+        "actor": RayClassWithInitArgs(ActorWorker, config=policy),
+        "critic": RayClassWithInitArgs(CriticWorker, config=critic, seed=3),
+    }
+    groups: Groups = {}
+    pools = [RayResourcePool([num_ranks], use_gpu=False) for _ in processes]
+    for pool, roles in zip(pools, processes, strict=True):
+        name = "+".join(roles)
+        group = RayWorkerGroup(
+            pool,
+            create_colocated_worker_cls({role: classes[role] for role in roles}),
+            worker_env=trainer.worker_env(f"{name} of {of}") if trainer else None,
+            deadline_s=120.0,
+        )
+        groups |= group.spawn(roles)
+    yield groups
+    for group in groups.values():
+        group.shutdown()
+    for pool in pools:
+        pool.release()
+
+
+def together(trainers: Sequence[Groups], role: str, method: str, *arguments: Any) -> list[Any]:
+    """What a method returned to each trainer; an entry of a list in `arguments` is one trainer's."""
+    futures = [
+        getattr(groups[role], method).remote(*(a[i] if isinstance(a, list) else a for a in arguments))
+        for i, groups in enumerate(trainers)
+    ]
+    return [future.get() for future in futures]
+
+
+def shares(data: DataProto, num_trainers: int, num_ranks: int) -> list[DataProto]:
+    """Each trainer's rows of two mini-batches, so that rank r of all has in both the rows that it has in one group."""
+    order = torch.arange(ROWS).view(2, num_trainers * num_ranks, -1).transpose(0, 1).reshape(num_trainers, -1)
+    return [data.select_idxs(rows.tolist()) for rows in order]
+
+
+@dataclass
+class Trained:
+    metrics: list[dict[str, float]]
+    """Of each update, merged over the trainers."""
+    exports: list[Any]
+    """Of each trainer after the last update."""
+    actor: dict[str, torch.Tensor]
+    critic: dict[str, torch.Tensor]
+
+
+def train(trainers: Sequence[Groups], num_ranks: int, folder: Path) -> Trained:
+    """Two updates of actor and critic, the second one twice: from the first one's checkpoint."""
+    for role in ("actor", "critic"):
+        together(trainers, role, "init_model")
+    metrics: list[dict[str, float]] = []
+    for step, update in enumerate((0, 1, 1)):
+        for role in ("actor", "critic"):
+            if step == 2:
+                together(trainers, role, "load_checkpoint", str(folder / f"{role}_0"))
+            batches = shares(make_batch(rows=ROWS, seed=update), len(trainers), num_ranks)
+            outputs = together(trainers, role, f"update_{role}", batches)
+            metrics.append(metric_values(merge_metrics([output.meta_info["metrics"] for output in outputs])))
+            together(trainers, role, "save_checkpoint", str(folder / f"{role}_{update}"))
+    for role in ("actor", "critic"):
+        together(trainers, role, "save_hf", str(folder / role))
+    # One after the other: no trainer needs another one for it.
+    exports = [groups["actor"].export_weights.remote(version=2).get() for groups in trainers]
+    saved = {role: load_file(folder / role / "model.safetensors") for role in ("actor", "critic")}
+    return Trained(metrics, exports, saved["actor"], saved["critic"])
+
+
+def train_alone(model: str, num_ranks: int, fsdp_size: int, folder: Path) -> Trained:
+    with start(model, num_ranks, [["actor", "critic"]], "one", None, fsdp_size) as groups:
+        return train([groups], num_ranks, folder)
+
+
+def train_jointly(
+    model: str, store: dist.TCPStore, num_ranks: int, processes: Sequence[Sequence[str]], folder: Path
+) -> Trained:
+    with contextlib.ExitStack() as stack:
+        trainers = [
+            stack.enter_context(start(model, num_ranks, processes, str(folder), trainer, -1))
+            for trainer in joint_trainers(2, store)
+        ]
+        return train(trainers, num_ranks, folder)
+
+
+def assert_same_training(joint: Trained, alone: Trained) -> None:
+    for role in ("actor", "critic"):
+        got, expected = getattr(joint, role), getattr(alone, role)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected), role
+    for metrics, of_one in zip(joint.metrics, alone.metrics, strict=True):
+        assert metrics.keys() == of_one.keys()
+        for name in [name for name in of_one if "perf/" not in name]:
+            assert metrics[name] == pytest.approx(of_one[name], rel=1e-12, abs=1e-12), name
+    fingerprints = check_exports(alone.exports[0], version=2)
+    expected = dict(iterate_weights(alone.exports[0]))
+    assert len(joint.exports) == 2
+    for exports in joint.exports:
+        assert check_exports(exports, version=2) == fingerprints
+        assert all(torch.equal(value, expected[name]) for name, value in iterate_weights(exports))
+
+
+def test_two_trainers_learn_the_same_as_one_group_of_two_ranks(model: str, store: dist.TCPStore, tmp_path: Path):
+    joint = train_jointly(model, store, 1, [["actor", "critic"]], tmp_path / "joint")
+    alone = train_alone(model, 2, 1, tmp_path / "alone")
+    assert_same_training(joint, alone)
+    # What an update from a checkpoint does is what it did before, of the actor and of the critic.
+    for before, again in zip(joint.metrics[2:4], joint.metrics[4:], strict=True):
+        assert [again[n] for n in again if "perf/" not in n] == [before[n] for n in before if "perf/" not in n]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("num_ranks", "processes"), [(2, [["actor", "critic"]]), (1, [["actor"], ["critic"]])], ids=["shards", "pools"]
+)
+def test_trainers_of_several_ranks_or_pools_learn_the_same_as_one_group(
+    model: str, store: dist.TCPStore, tmp_path: Path, num_ranks: int, processes: list[list[str]]
+):
+    joint = train_jointly(model, store, num_ranks, processes, tmp_path / "joint")
+    assert_same_training(joint, train_alone(model, 2 * num_ranks, num_ranks, tmp_path / "alone"))
+
+
+def test_what_trainers_do_not_have_in_common_is_refused(model: str, store: dist.TCPStore):
+    with contextlib.ExitStack() as stack:
+        trainers = [
+            stack.enter_context(start(model, 1, [["critic"]], "uneven", trainer, -1))
+            for trainer in joint_trainers(2, store)
+        ]
+        together(trainers, "critic", "init_model")
+        longer = [make_batch(rows=4), make_batch(rows=8)]
+        futures = [groups["critic"].update_critic(data) for groups, data in zip(trainers, longer, strict=True)]
+        for future, own in zip(futures, (4, 8), strict=True):
+            with pytest.raises(WorkerError, match=f"this rank got {own} rows, others 4 to 8"):
+                future.get()
+        futures = [groups["critic"].execute_func_rank_zero.remote(mesh.build_mesh, "cpu", 2, 1) for groups in trainers]
+        for future in futures:
+            with pytest.raises(WorkerError, match=r"fsdp_config\.fsdp_size=2 does not divide the 1 ranks of the pool"):
+                future.get()
+
+
+def shorten_deadline(worker: CriticWorker) -> DataProto:
+    mesh.JOIN_DEADLINE = timedelta(seconds=2)
+    return DataProto()
+
+
+def test_a_trainer_that_never_comes_is_named(model: str, store: dist.TCPStore):
+    with start(model, 1, [["critic"]], "missing", joint_trainers(3, store)[1], -1) as groups:
+        groups["critic"].execute_with_func_generator(shorten_deadline)
+        with pytest.raises(WorkerError, match=r"trainer\(s\) \[0, 2\] of 3 did not bring 1 rank\(s\) of critic"):
+            groups["critic"].init_model()
+
+
+def test_a_store_that_nobody_opened_is_named(monkeypatch: pytest.MonkeyPatch):
+    for name, value in JointTrainer(1, 2, "127.0.0.1", 1).worker_env("actor").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh, "JOIN_DEADLINE", timedelta(seconds=1))
+    with pytest.raises(TimeoutError, match=r"trainer\(s\) 0 \(no store\) of 2 did not .* 1\) within 0:00:01"):
+        mesh.init_process_group("cpu", rank=0, world_size=1)
