@@ -16,7 +16,7 @@ test: lint
 gpu-lock-check: env
 	@.venv/bin/python scripts/gpu_lock.py
 
-# What proves and takes long, up to 45 minutes; writes docs/proofs.md.
+# What proves and takes long, up to 80 minutes; writes docs/proofs.md.
 proofs: env
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py
 

@@ -36,7 +36,7 @@ class Report:
 def main() -> int:
     report = Report()
     code = pytest.main(
-        ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=2700", str(ROOT / "tests")], plugins=[report]
+        ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=5000", str(ROOT / "tests")], plugins=[report]
     )
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True

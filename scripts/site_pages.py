@@ -16,6 +16,7 @@ OUTSIDE = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/split_placement/README.md": "examples/split_placement.md",
     "examples/grpo/README.md": "examples/grpo.md",
+    "examples/detached/README.md": "examples/detached.md",
     "examples/new_role/README.md": "examples/new_role.md",
 }
 """Files of the repository and their pages in the site."""

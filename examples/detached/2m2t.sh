@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Number of makers: 2. Number of trainers: 2.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" 2 2 "$@"
