@@ -91,6 +91,8 @@ def test_two_copies_serve_all_versions() -> None:
         export = publish(transport, version)
         paths.append([bucket.data.path for bucket in export.buckets])
         assert_arrived([sent(export)], version)
+        assert_arrived([export], version)  # in the trainer's own process
+        del export
     assert paths[0] == paths[2] == paths[4] and paths[1] == paths[3]
     assert not set(paths[0]) & set(paths[1])
 

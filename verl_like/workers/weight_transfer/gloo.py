@@ -52,7 +52,7 @@ class GlooTransport(SharedMemoryTransport):
             meeting = _Meeting(export, worker)
             if worker.local_rank == 0:
                 arrays = [self.allocate(bucket.data.nbytes, False) for bucket in export.buckets]
-                _broadcast(meeting.join(), arrays)
+                _broadcast(_join(meeting.store, meeting.key, meeting.rank, meeting.num_receivers), arrays)
                 received.append(with_data(export, arrays))
         place = f"{meeting.key}/{Path('/proc/sys/kernel/random/boot_id').read_text()}"
         if worker.local_rank == 0:
@@ -85,9 +85,6 @@ class _Meeting:
         refusal, self.num_receivers = json.loads(self.store.get(f"{self.key}/answer"))
         if refusal:
             raise WeightSyncError(refusal)
-
-    def join(self) -> Any:
-        return _join(self.store, self.key, self.rank, self.num_receivers)
 
 
 class _Sender:

@@ -61,10 +61,14 @@ class _Segment:
         self.descriptor = os.memfd_create(f"verl_like-weights-{uuid.uuid4().hex}")
         os.ftruncate(self.descriptor, num_bytes)
         self.array = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=np.uint8)
-        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        self.address = SharedPages(path, os.readlink(path), num_bytes)
         if pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.array.ctypes.data, num_bytes, 0))
+
+    @property
+    def address(self) -> SharedPages:
+        """Another object each time, since whoever uses it maps the memory with it."""
+        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return SharedPages(path, os.readlink(path), self.array.nbytes)
 
     def lock(self) -> bool:
         """Whether nobody reads it; nobody then can until `unlock`."""
@@ -92,7 +96,7 @@ class SharedMemoryTransport(WeightTransport):
 
     def allocate(self, num_bytes: int, pinned: bool) -> np.ndarray:
         taken = {*self._latest, *self._written}
-        fitting = (each for each in self._segments if each.address.nbytes == num_bytes and each not in taken)
+        fitting = (each for each in self._segments if each.array.nbytes == num_bytes and each not in taken)
         segment = next((each for each in fitting if each.lock()), None)
         if segment is None:
             segment = _Segment(num_bytes, pinned=pinned)
