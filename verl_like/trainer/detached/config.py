@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field
 
 from verl_like.config_model import ConfigModel, PositiveInt
-from verl_like.trainer.config.rules import broken_rules
+from verl_like.trainer.config.rules import broken_rules, updates_split_evenly
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
@@ -85,13 +85,31 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and trainers are apart: give "
             "actor and critic pools of their own, e.g. placement=detached"
         )
-    for key, number in (
-        ("data.train_batch_size", data.train_batch_size),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size),
-        ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),
+    if (
+        config.needs_old_log_probs
+        and (policy := config.actor_rollout_ref).rollout.dtype != policy.actor.fsdp_config.dtype
     ):
-        if number % detached.num_trainers:
-            yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
+        yield (
+            f"actor_rollout_ref.rollout.dtype={policy.rollout.dtype}, in which weights travel, is not "
+            f"actor_rollout_ref.actor.fsdp_config.dtype={policy.actor.fsdp_config.dtype}: a maker's copy of the actor "
+            "would compute other log-probabilities; give both the same"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and detached.num_makers > 1:
+        yield "algorithm.kl_ctrl.type=adaptive follows the KL of all samples, and a maker sees only its own; set fixed"
+    uneven = [
+        (key, number)
+        for key, number, is_used in (
+            ("data.train_batch_size", data.train_batch_size, True),
+            ("actor_rollout_ref.actor.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size, True),
+            ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size, config.needs_critic),
+        )
+        if is_used and number % detached.num_trainers
+    ]
+    for key, number in uneven:
+        yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
+    if not uneven:
+        for problem in updates_split_evenly(trainer_config(config, "trainer")):
+            yield f"for each of {detached.num_trainers} trainers, which take equal parts: {problem}"
 
 
 TRAINED = (Role.Actor, Role.Critic)
@@ -137,7 +155,9 @@ def all_pools(config: DetachedConfig) -> DetachedConfig:
     sides = [maker_config(config, name) for name in maker_names(config)]
     sides += [trainer_config(config, name) for name in trainer_names(config)]
     pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
-    return updated(config, {"resource_pool_spec": config.resource_pool_spec | pools})
+    first = {role: "trainer_0" if role in TRAINED else "maker_0" for role in config.role_mapping}
+    mapping = {role: f"{first[role]} {pool}" for role, pool in config.role_mapping.items()}
+    return updated(config, {"resource_pool_spec": pools, "role_mapping": mapping})
 
 
 def num_prompts_at_a_time(config: DetachedConfig) -> int:

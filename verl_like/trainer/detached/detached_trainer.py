@@ -10,6 +10,7 @@ from typing import cast
 
 import ray
 
+from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.balancing import RowWork
@@ -67,6 +68,7 @@ class DetachedPPOTrainer:
         model_fn: ModelFn | None = None,
         env_info: JointTrainer | None = None,
     ) -> None:
+        import_plugins(config.plugins)
         self.name = ray.get_runtime_context().get_actor_name()
         self.config, self.maker_names = trainer_config(config, self.name), experience_maker_holder_name_list
         self.model_fn, self.env_info = model_fn, env_info
@@ -143,8 +145,8 @@ class DetachedPPOTrainer:
     @ray.method(concurrency_group="buffer")
     def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:
         """Takes the experience of some tickets, n rows each; waits while the buffer is full."""
+        self.metrics.append(metrics)  # before the loop can take what they are of
         self.buffer.extend(maker, tickets, batch, self.config.trainer.call_timeout_s)
-        self.metrics.append(metrics)
 
     def push(self) -> None:
         """The first trainer exports the weights, of which each has whole copies, and gives all makers references."""

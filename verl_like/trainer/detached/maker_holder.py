@@ -15,6 +15,7 @@ import ray
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
+from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -106,6 +107,7 @@ class ExperienceMakerHolder:
         model_fn: ModelFn | None = None,
         validates: bool = False,
     ) -> None:
+        import_plugins(config.plugins)
         self.name = ray.get_runtime_context().get_actor_name()
         self.config, self.trainer_names = maker_config(config, self.name), detached_trainer_name_list
         self.validates = validates
@@ -175,7 +177,9 @@ class ExperienceMakerHolder:
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
         """Sends the rows of each ticket to its trainer, while the next experience is made."""
         self.wait_for_sent()
-        batch, n = experience.batch, self.config.actor_rollout_ref.rollout.n
+        n = self.config.actor_rollout_ref.rollout.n
+        # What a reward function returns beside the score may differ from call to call, and nothing learns from it.
+        batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
         metrics = dict(experience.metrics)
@@ -227,8 +231,10 @@ class ExperienceMakerHolder:
                 return
         self.version = weights.version
         trainer = self.config.trainer
-        is_due = self.version % trainer.test_freq == 0 if self.version else trainer.val_before_train
-        if is_due and trainer.test_freq > 0:
+        passed = (
+            trainer.test_freq > 0 and self.version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
+        )
+        if passed if self.version else trainer.val_before_train:
             self.validate()
 
     def validate(self) -> None:

@@ -30,6 +30,7 @@ from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import LEDGER, SideReport, ask
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.worker_template import WorkerTemplate
@@ -47,6 +48,14 @@ def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None)
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     """Checks all input as the makers do again; raises ValueError or RewardError."""
+    trainer = get_trainer()
+    if changed := [
+        name for name in ("build_learner", "step", "fit") if getattr(trainer, name) is not getattr(RayPPOTrainer, name)
+    ]:
+        raise ValueError(
+            f"the plugin's trainer {trainer.__name__} has its own {', '.join(changed)}, which detached training does "
+            "not call: there it may change the maker alone"
+        )
     with contextlib.ExitStack() as until_checked:
         inputs = check_inputs(all_pools(config), until_checked)
     steps = inputs.config.trainer.total_training_steps

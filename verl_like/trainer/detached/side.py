@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,8 +99,8 @@ class SideRecorder:
     """Stands for the run's recorder on a side, whose record the run collects."""
 
     name: str
-    events: list[CallEvent] = field(default_factory=list)
-    rows: list[tuple[int, Mapping[str, Metric]]] = field(default_factory=list)
+    events: deque[CallEvent] = field(default_factory=deque)
+    rows: deque[tuple[int, Mapping[str, Metric]]] = field(default_factory=deque)
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the driver so far."""
     status: str = "starting"
@@ -129,8 +130,9 @@ class SideRecorder:
 
     def report(self) -> SideReport:
         """What was recorded since the last report."""
-        events, self.events = self.events, []
-        rows, self.rows = self.rows, []
+        # The loop may add to them meanwhile.
+        events = [self.events.popleft() for _ in range(len(self.events))]
+        rows = [self.rows.popleft() for _ in range(len(self.rows))]
         status = f"{self.name}: {self.status} for {time.time() - self.since:.0f} s"
         return SideReport(events, rows, status, self.waited_s, ray.util.get_node_ip_address(), os.getpid())
 

@@ -1,0 +1,70 @@
+"""The configuration of detached training: its rules, and what of it each side reads."""
+
+import pytest
+
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.config.errors import ConfigError
+from verl_like.trainer.detached.config import (
+    DetachedConfig,
+    all_pools,
+    broken_detached_rules,
+    maker_config,
+    maker_roles,
+    trainer_config,
+    trainer_roles,
+)
+
+NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "device=cpu"]
+SMALL = ["data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "actor_rollout_ref.rollout.n=4"]
+SMALL += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"]
+
+
+def config_of(*overrides: str) -> DetachedConfig:
+    return load_config(DetachedConfig, broken_detached_rules, [*NEEDED, *SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["detached.max_staleness=2"], "detached.max_staleness=2 trains on responses that older weights drew"),
+        (["detached.update_steps=2"], "set it to at most 1"),
+        (["trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true"], "set detached.max_staleness=1"),
+        (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),
+        (["detached.num_trainers=5"], "data.train_batch_size=12 does not divide by detached.num_trainers=5"),
+        (["placement=split", "trainer.n_gpus_per_node=4"], "ref, rollout and a trained role share a pool"),
+        (["actor_rollout_ref.rollout.dtype=bfloat16"], "a maker's copy of the actor would compute other"),
+        (["actor_rollout_ref.rollout.weight_transport=gloo"], "weight_transport=gloo takes weights within one driver"),
+        (
+            ["detached.num_makers=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+            "a maker sees only its own; set fixed",
+        ),
+        (
+            ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[12]"],
+            "for each of 3 trainers, which take equal parts",
+        ),
+    ],
+)
+def test_what_detached_training_cannot_do_is_refused_with_the_reason(overrides: list[str], message: str):
+    if "placement=split" in overrides:
+        overrides = [*overrides, "algorithm.use_kl_in_reward=true"]
+    with pytest.raises(ConfigError) as refused:
+        config_of(*overrides)
+    assert message in str(refused.value)
+
+
+def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
+    config = config_of("detached.num_makers=2", "detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]")
+    maker, trainer = maker_config(config, "maker_1"), trainer_config(config, "trainer_2")
+    assert maker.resource_pool_spec == {"maker_1 maker_pool": (2,)}
+    assert {maker.role_mapping[role] for role in maker_roles(config)} == {"maker_1 maker_pool"}
+    assert maker_roles(config) == ["actor", "rollout", "critic"] and trainer_roles(config) == ["actor", "critic"]
+    assert trainer.resource_pool_spec == {"trainer_2 trainer_pool": (1,)}
+    sizes = trainer.data.train_batch_size, trainer.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert (*sizes, trainer.critic.ppo_mini_batch_size) == (4, 2, 2)
+    assert (maker.data.train_batch_size, maker.actor_rollout_ref.actor.ppo_mini_batch_size) == (12, 6)
+    assert sum(sum(size) for size in all_pools(config).resource_pool_spec.values()) == 2 * 2 + 3 * 1
+
+
+def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():
+    config = config_of("algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo")
+    assert maker_roles(config) == ["rollout"] and trainer_roles(config) == ["actor"]
