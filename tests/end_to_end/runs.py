@@ -1,16 +1,23 @@
 """A tiny PPO run for the end-to-end tests: a random model, eight prompts, two processes a pool."""
 
+import contextlib
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from documented_metrics import undocumented
 
 from verl_like.trainer import worker_template
 from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.detached.run_detached import run_detached
 from verl_like.trainer.main_ppo import WORKERS
 from verl_like.trainer.run_ppo import run_ppo
 
@@ -62,3 +69,38 @@ def metrics_of(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]
     assert not undocumented({name for row in rows for name in row} - {"step"})
     return rows
+
+
+APART = ["placement=detached", "trainer.n_gpus_per_node=1"]
+GRPO = [*APART, "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=true"]
+AHEAD = ["detached.max_staleness=1", "trainer.total_training_steps=5", "trainer.test_freq=5"]
+
+
+def run_apart(settings: list[str]) -> int:
+    """A detached run to its end; its exit code."""
+    config = load_config(DetachedConfig, broken_detached_rules, settings)
+    return run_detached(config, worker_template.start(WORKERS))
+
+
+def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading.Thread:
+    """Sends a signal to the process of this title, once `when` holds and there is one."""
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not when() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while time.monotonic() < deadline:
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if title in " ".join(child.cmdline()):
+                        child.send_signal(number)
+                        return
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def num_steps_logged(folder: Path) -> int:
+    metrics = folder / "runs/latest/metrics.jsonl"
+    return sum("actor/loss" in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0

@@ -1,31 +1,14 @@
 """Detached training: makers and trainers as drivers of their own, on a real Ray."""
 
 import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from runs import metrics_of, run_on_ray, tiny_run_settings
+from runs import AHEAD, APART, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, run_on_ray, tiny_run_settings
 from safetensors.torch import load_file
 
-from verl_like.trainer import worker_template
-from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.detached.run_detached import run_detached
-from verl_like.trainer.main_ppo import WORKERS
-
 pytestmark = pytest.mark.ray
-APART = ["placement=detached", "trainer.n_gpus_per_node=1"]
-GRPO = [*APART, "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=true"]
-
-
-def run_apart(settings: list[str]) -> int:
-    """A detached run to its end; its exit code."""
-    config = load_config(DetachedConfig, broken_detached_rules, settings)
-    return run_detached(config, worker_template.start(WORKERS))
 
 
 def numbers(rows: list[dict]) -> list[dict]:
@@ -62,30 +45,6 @@ def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(tm
         synchronous, detached = (load_file(tmp_path / name / model) for name in runs)
         assert synchronous.keys() == detached.keys()
         assert all((synchronous[name] == detached[name]).all() for name in synchronous)
-
-
-def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading.Thread:
-    """Sends a signal to the process of this title, once `when` holds."""
-
-    def kill() -> None:
-        deadline = time.monotonic() + 120
-        while not when() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        children = psutil.Process().children(recursive=True)
-        (process,) = [child for child in children if title in " ".join(child.cmdline())]
-        process.send_signal(number)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
-
-
-def num_steps_logged(folder: Path) -> int:
-    metrics = folder / "runs/latest/metrics.jsonl"
-    return sum("actor/loss" in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
-AHEAD = ["detached.max_staleness=1", "trainer.total_training_steps=5", "trainer.test_freq=5"]
 
 
 def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(

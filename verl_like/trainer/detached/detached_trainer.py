@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import ray
 
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric, merge_metrics
+from verl_like.single_controller.failure import WorkerDied
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
@@ -158,7 +160,8 @@ class DetachedPPOTrainer:
         self.learner.actor.report_finished_calls()
         self.pushed = PushedWeights(version, sent)
         for name in self.maker_names:
-            side_named(name).update_experience_maker.remote(self.pushed)
+            with contextlib.suppress(WorkerDied):  # when it was started again, it asks for what was pushed last
+                side_named(name).update_experience_maker.remote(self.pushed)
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:

@@ -17,7 +17,7 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric
-from verl_like.single_controller.failure import CallTimeout, WorkerError
+from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
 from verl_like.trainer.detached.ledger import Ticket
@@ -31,6 +31,7 @@ from verl_like.trainer.detached.side import (
     ask,
     remote,
     rows_of,
+    side_died,
     side_named,
     start_models,
 )
@@ -121,8 +122,8 @@ class ExperienceMakerHolder:
         """The version that was validated last."""
         self.pushed: PushedWeights | None = None
         self.has_pushed = threading.Condition()
-        self.sent: list[Any] = []
-        """References to the answers of trainers that experience is on its way to."""
+        self.sent: dict[Any, str] = {}
+        """The trainer that experience is on its way to, by the reference to its answer."""
 
     def start(self) -> PromptLoader:
         """Starts the workers and loads the models; returns the prompts of the configuration."""
@@ -188,18 +189,22 @@ class ExperienceMakerHolder:
             if places:
                 its_rows = batch if len(places) == len(tickets) else rows_of(batch, places, n)
                 its_tickets = [tickets[place] for place in places]
-                self.sent.append(side_named(name).extend.remote(self.name, its_tickets, its_rows, metrics))
+                self.sent[side_named(name).extend.remote(self.name, its_tickets, its_rows, metrics)] = name
                 metrics = {}  # they count once
 
     def wait_for_sent(self) -> None:
         """Until the trainers have what was sent; they take it when their buffer has room."""
         deadline_s = self.config.trainer.call_timeout_s
         with self.recorder.timer("waiting for room in a buffer"):
-            try:
-                ray.get(self.sent, timeout=deadline_s)
-            except ray.exceptions.GetTimeoutError:
-                raise CallTimeout(self.name, "send", deadline_s, "room in the buffers of the trainers") from None
-        self.sent = []
+            deadline = time.monotonic() + deadline_s
+            for reference, name in self.sent.items():
+                try:
+                    ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+                except ray.exceptions.GetTimeoutError:
+                    raise CallTimeout(self.name, "send", deadline_s, f"room in the buffer of {name}") from None
+                except ray.exceptions.RayActorError as error:
+                    raise side_died(name, "extend", error) from None
+        self.sent = {}
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
@@ -215,20 +220,22 @@ class ExperienceMakerHolder:
     def load_newest_weights(self) -> None:
         """Takes what was pushed last to the engines and the copies, all under one version.
 
-        Where a trainer that died has taken a part of it along, the maker stays on the version that it has.
+        Where a trainer that died has taken a part of it along, the maker stays on the version that it has. Raises
+        WorkerError if a part is lost later: then some workers may have the new weights and others not.
         """
         weights = self.pushed
         if weights is None or weights.version <= self.version:
             return
         with self.recorder.timer("update_weights"):
             futures = {role: sent.receive() for role, sent in weights.exports.items()}
+            headers = [part.header for sent in weights.exports.values() for part in sent.parts]
             try:
-                self.run.maker.load_weights(Weights(futures[Role.Actor], weights.version))
-                for role in self.run.groups.keys() & set(TRAINED):
-                    self.run.groups[role].load_weights(futures[role], version=weights.version)
-            except WorkerError as error:
-                self.recorder.status = f"version {weights.version} did not arrive: {error.headline()}"
+                ray.get(headers, timeout=self.config.trainer.call_timeout_s)
+            except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                 return
+            self.run.maker.load_weights(Weights(futures[Role.Actor], weights.version))
+            for role in self.run.groups.keys() & set(TRAINED):
+                self.run.groups[role].load_weights(futures[role], version=weights.version)
         self.version = weights.version
         trainer = self.config.trainer
         passed = (

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 from torch.distributed import TCPStore
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
+from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
 from verl_like.trainer.detached.config import (
     DetachedConfig,
     all_pools,
@@ -27,7 +29,7 @@ from verl_like.trainer.detached.config import (
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
-from verl_like.trainer.detached.side import LEDGER, SideReport, ask
+from verl_like.trainer.detached.side import LEDGER, SideReport, ask, side_died
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -39,6 +41,8 @@ from verl_like.workers.config.joint_trainer import JointTrainer
 ANSWER_S = 30.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
 POLL_S = 0.5
+WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
+"""Where an exception, unlike a death, comes from wrong input or from the program."""
 
 
 def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None) -> int:
@@ -67,6 +71,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     config: Any = updated(inputs.config, {"trainer.default_local_dir": str(recorder.run_dir)})
     run = DetachedRun(config, recorder)
     run.start()
+    recorder.console.start_training(config.trainer.total_training_steps or 0)
     run.watch()
     run.finish()
 
@@ -124,7 +129,6 @@ class DetachedRun:
 
     def watch(self) -> None:
         """Until all loops have ended. Raises what ended a trainer, or a maker more often than `max_restarts`."""
-        self.recorder.console.start_training(self.config.trainer.total_training_steps or 0)
         while self.loops:
             ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
             names = {loop: name for name, loop in self.loops.items()}
@@ -139,20 +143,25 @@ class DetachedRun:
             ray.get(loop, timeout=ANSWER_S)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, RewardError):
+                raise cause from None
+            if isinstance(cause, WorkerDied) and cause.role in {*self.trainer_names, LEDGER}:
+                name = cause.role  # another side's death ended the loop
             if not isinstance(cause, WorkerError | CallTimeout):
-                raise cause from None  # input that is wrong stays wrong
+                cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
             self.failed(name, cause)
         except RayActorError as error:
-            self.failed(name, error)
+            self.failed(name, side_died(name, "its loop", error))
         else:
             self.collect(name)
             self.loops.pop(name, None)
 
     def collect(self, name: str) -> None:
         """Writes what happened on a side since the last time."""
+        timeout = ANSWER_S if name in self.reports else START_DEADLINE_S
         try:
-            report: SideReport = ask(name, "report", timeout=ANSWER_S)
-        except (CallTimeout, RayActorError) as error:
+            report: SideReport = ask(name, "report", timeout=timeout)
+        except (CallTimeout, WorkerDied) as error:
             self.failed(name, error)
             return
         self.reports[name] = report
@@ -192,19 +201,29 @@ class DetachedRun:
         self.recorder.tracking.log(values, version)
         self.recorder.console.show_validation(version, values)
 
-    def failed(self, name: str, error: RayActorError | WorkerError | CallTimeout) -> None:
-        """Starts a maker again, whose prompts are given out again. Raises for a trainer: then the run has failed."""
-        last = self.reports.get(name)
-        if isinstance(error, RayActorError):
-            reason = str(error).strip().splitlines()[-1]
-            error = WorkerDied(name, 0, last.node if last else "?", last.pid if last else 0, "its loop", reason)
-        if name in self.trainer_names or self.num_restarts[name] == self.config.detached.max_restarts:
-            error.add_note("\n  ".join(["When last seen:", *(report.status for report in self.reports.values())]))
+    def place_of(self, name: str) -> tuple[str, int]:
+        """Node and process id of a side, as far as they are known."""
+        report = self.reports.get(name)
+        return (report.node, report.pid) if report else ("?", 0)
+
+    def failed(self, name: str, error: WorkerError | CallTimeout) -> None:
+        """Starts a maker again, whose prompts are given out again.
+
+        Raises the error, which ends the run, for other sides, and where the maker would fail again.
+        """
+        if isinstance(error, WorkerDied) and error.role == name:
+            error = WorkerDied(name, 0, *self.place_of(name), error.method, error.cause)
+        stays = type(error) is WorkerError and error.method in WOULD_FAIL_AGAIN
+        if name not in self.maker_names or stays or self.num_restarts[name] == self.config.detached.max_restarts:
+            seen = [report.status for report in self.reports.values()]
+            error.add_note("\n  ".join([f"This ended {name}. When last seen:", *seen]))
             raise error
         self.num_restarts[name] += 1
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
         self.recorder.console.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
+        del self.loops[name]
+        self.reports.pop(name, None)
         ask(LEDGER, "lost", name, timeout=ANSWER_S)
         self.start_maker(name)
 
@@ -225,12 +244,8 @@ class DetachedRun:
     def finish(self) -> None:
         """Validates with the last weights, and shows what became of every prompt."""
         steps = self.config.trainer.total_training_steps
-        finishing = {name: self.actors[name].finish.remote(steps) for name in self.maker_names}
-        for name, reference in finishing.items():
-            try:
-                ray.get(reference, timeout=self.config.trainer.call_timeout_s)
-            except GetTimeoutError:
-                raise CallTimeout(name, "finish", self.config.trainer.call_timeout_s, name) from None
-            self.collect(name)
+        self.loops = {name: self.actors[name].finish.remote(steps) for name in self.maker_names}
+        self.num_restarts = Counter(dict.fromkeys(self.maker_names, self.config.detached.max_restarts))
+        self.watch()
         counts = ask(LEDGER, "counts", timeout=ANSWER_S)
         self.recorder.console.say("Prompts: " + ", ".join(f"{count} {name}" for name, count in counts.items()))

@@ -15,7 +15,7 @@ import ray
 
 from verl_like.protocol import DataProto, Future, Metric, Part
 from verl_like.single_controller import CallEvent
-from verl_like.single_controller.failure import CallTimeout
+from verl_like.single_controller.failure import CallTimeout, WorkerDied
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.detached.config import DetachedConfig
@@ -138,16 +138,26 @@ class SideRecorder:
 
 
 def side_named(name: str) -> Any:
-    """The actor of a maker, a trainer or the ledger."""
-    return ray.get_actor(name)
+    """The actor of a maker, a trainer or the ledger. Raises WorkerDied if there is none any more."""
+    try:
+        return ray.get_actor(name)
+    except ValueError as error:
+        raise side_died(name, "a call", error) from None
+
+
+def side_died(name: str, method: str, error: Exception) -> WorkerDied:
+    """What says that a side is gone; the run knows where it was."""
+    return WorkerDied(name, 0, "?", 0, method, str(error).strip().splitlines()[-1])
 
 
 def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
-    """The answer of another side. Raises CallTimeout if it takes more than `timeout` seconds."""
+    """The answer of another side. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds."""
     try:
         return ray.get(getattr(side_named(name), method).remote(*args), timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         raise CallTimeout(name, method, timeout, name) from None
+    except ray.exceptions.RayActorError as error:
+        raise side_died(name, method, error) from None
 
 
 class LedgerHandle:
