@@ -108,6 +108,7 @@ def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is
     assert deliver(ledger, "b", [Ticket(2, 1, 0)], 0) == [2]
     assert deliver(ledger, "b", [Ticket(2, 1, 0)], 0) == [], "a second time"
     ledger.lost("b")
+    assert ledger.holders(0) == {"a": [3]}
     assert ledger.counts() == {
         **{"trained": 0, "training": 0, "in_buffer": 2, "in_flight": 1, "again": 0},
         **{"dropped/maker_lost": 1, "not_started": 9},
@@ -115,13 +116,24 @@ def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is
     assert ledger.take("a", 0, 9) == [Ticket(4, 0, 0)], "another prompt fills the place of 0"
 
 
+def test_a_maker_that_is_given_its_prompt_again_is_refused_the_old_attempt():
+    ledger = PromptLedger(num_steps=3, batch_size=1)
+    (first,) = ledger.take("a", 0, 1)
+    ledger.lost("a")
+    (second,) = ledger.take("a", 0, 1)
+    assert (second.number, second.attempt) == (0, 1)
+    assert deliver(ledger, "a", [first], 0) == []
+    assert deliver(ledger, "b", [second], 0) == []
+    assert deliver(ledger, "a", [second], 0) == [0]
+
+
 def test_dropped_prompts_are_counted_by_reason_and_replaced():
     ledger = PromptLedger(num_steps=1, batch_size=3)
     ledger.take("a", 0, 3)
+    ledger.drop("b", [(1, 0)], "not_its_own")
     ledger.drop("a", [(0, 0), (2, 0)], "equal_rewards")
     ledger.drop("a", [(1, 0)], "prompt_too_long")
     ledger.drop("a", [(1, 0)], "prompt_too_long")
-    ledger.drop("b", [(1, 0)], "not_its_own")
     assert ledger.take("a", 0, 9) == [Ticket(3, 0, 0), Ticket(4, 0, 0), Ticket(5, 0, 0)]
     assert ledger.counts() == {
         **{"trained": 0, "training": 0, "in_buffer": 0, "in_flight": 3, "again": 0},

@@ -87,7 +87,7 @@ class ExperienceBuffer:
         """
         started = time.monotonic()
         with self._changed:
-            while (numbers := self.ledger.choose(self.trainer, version, num_groups)) is None:
+            while len(self) < num_groups or not (numbers := self.ledger.choose(self.trainer, version, num_groups)):
                 remaining_s = started + deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     raise TrainerStarvedError(

@@ -1,0 +1,168 @@
+"""Detached makers and trainers: how near a run comes to its slower side, and what a buffer passes on (B8).
+
+Part 1 is a simulation in virtual time, without sleeps: it proves the schedule, not the hardware. The real ledger gives
+out the tickets and chooses what is trained, by its `take`, `deliver`, `choose` and `trained`. Simulated are durations:
+16 slots generate one response each, as long as it has tokens; training 64 of them takes a constant time, cut into
+mini-batches, each of which waits for its responses; weights arrive in no time and do not interrupt what is in flight. A
+slot asks for a ticket when it is free. The 64 lengths of a version are quantiles of a log-normal law whose longest is 4
+or 8 times the mean, in another random order for each version; nobody knows a length before its end. Staleness is
+asserted on every response.
+
+Limit: the slower side never waits, 64 / max(16 / mean length, training rate). Peer: the synchronous order, in which all
+64 are generated, then trained. Every fraction is of the time between the ends of steps 10 and 60.
+
+Part 2 is real: a producer hands 128 samples of 0.9 MiB to a trainer in another process, which collects two batches of
+64. Ours goes through the ledger, an actor, and `ExperienceBuffer` in the trainer's process; verl's through its
+MessageQueue actor as its rollouter and trainer use it: cloudpickle, one sample at a time. The samples that arrive are
+compared.
+"""
+
+import heapq
+import statistics
+
+import numpy as np
+
+from benchmarks.harness import Report, Side, copy_rate
+from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, SAMPLE_BYTES
+from benchmarks.sides.grpo_world import forced_lengths
+from verl_like.trainer.detached.ledger import PromptLedger
+
+SAMPLES, SLOTS, STEPS, WARM_UP = 64, 16, 60, 10  # samples of a version
+RATIOS = (0.5, 0.7, 1.0, 1.4, 2.0)  # seconds of generation, all slots busy, for one of training
+SEEDS, ROUNDS = 3, 5
+
+
+def lengths(max_over_mean: float, seed: int, longest_first: bool = False) -> np.ndarray:
+    """(STEPS, SAMPLES) durations with a mean of 1."""
+    law = np.array(forced_lengths(SAMPLES, 100_000, max_over_mean), dtype=float)
+    random = np.random.default_rng(seed)
+    orders = [sorted(law, reverse=True) if longest_first else random.permutation(law) for _ in range(STEPS)]
+    return np.array(orders) / law.mean()
+
+
+def synchronous(durations: np.ndarray, train_s: float) -> list[float]:
+    """Seconds at which each step ends: a slot takes the next response when it is free, training follows the last."""
+    ends = [0.0]
+    for step in durations:
+        slots = [ends[-1]] * SLOTS
+        for duration in step:
+            heapq.heapreplace(slots, slots[0] + duration)
+        ends.append(max(slots) + train_s)
+    return ends[1:]
+
+
+def detached(durations: np.ndarray, train_s: float, max_staleness: int, num_parts: int) -> list[float]:
+    """Seconds at which each step ends."""
+    ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, max_staleness=max_staleness)
+    part, version, free_slots, now = SAMPLES // num_parts, 0, SLOTS, 0.0
+    events: list[tuple[float, int, int]] = []  # (when, number and attempt of the ticket that ends, or -1: a part ends)
+    started_at: dict[int, int] = {}
+    ends: list[float] = []
+    taken: list[int] = []
+    is_training = False
+    while version < STEPS:
+        while free_slots and (tickets := ledger.take("maker", version, 1)):
+            (ticket,) = tickets
+            started_at[ticket.number] = version
+            heapq.heappush(events, (now + durations.flat[ticket.number], ticket.number, ticket.attempt))
+            free_slots -= 1
+        if not is_training and (numbers := ledger.choose(0, version, part)) is not None:
+            assert all(0 <= version - started_at.pop(number) <= max_staleness for number in numbers)
+            taken += numbers
+            is_training = True
+            heapq.heappush(events, (now + train_s / num_parts, -1, 0))
+        now, number, attempt = heapq.heappop(events)
+        if number >= 0:
+            free_slots += 1
+            assert ledger.deliver("maker", [(number, attempt, started_at[number])]) == [number]
+            continue
+        is_training = False
+        if len(taken) == SAMPLES:
+            ledger.trained(taken, version)
+            version, taken = version + 1, []
+            ends.append(now)
+    assert ledger.counts()["trained"] == STEPS * SAMPLES
+    return ends
+
+
+def fractions(max_over_mean: float, ratio: float, max_staleness: int | None, num_parts: int, **order: bool) -> float:
+    """Of the limit, mean of the seeds; the synchronous order where `max_staleness` is None."""
+    generate_s = SAMPLES / SLOTS
+    train_s = generate_s / ratio
+    found = []
+    for seed in range(SEEDS):
+        durations = lengths(max_over_mean, seed, **order)
+        if max_staleness is None:
+            ends = synchronous(durations, train_s)
+        else:
+            ends = detached(durations, train_s, max_staleness, num_parts)
+        found.append(max(generate_s, train_s) * (STEPS - WARM_UP) / (ends[-1] - ends[WARM_UP - 1]))
+    return statistics.mean(found)
+
+
+def schedules(report: Report) -> None:
+    """The sweep over laws, staleness and ratios of generation to training."""
+    wanted = {(4, 1): 0.95, (8, 1): 0.85, (8, 4): 0.95}
+    for longest in (4, 8):
+        sync = [fractions(longest, ratio, None, 1) for ratio in RATIOS]
+        report.row(f"max/mean {longest}, synchronous order", "of the limit", sync)
+        for max_staleness in (0, 1, 4):
+            for num_parts in (4, 16):
+                found = [fractions(longest, ratio, max_staleness, num_parts) for ratio in RATIOS]
+                what = f"max/mean {longest}, staleness {max_staleness}, {num_parts} mini-batches"
+                at = {f"at_{ratio:g}".replace(".", "_"): value for ratio, value in zip(RATIOS, found, strict=True)}
+                times = statistics.median(f / s for f, s in zip(found, sync, strict=True))
+                report.row(what, "of the limit", found, **at, times_synchronous=times)
+                if num_parts == 16 and (longest, max_staleness) in wanted:
+                    report.target(f"{what}, least of the ratios", min(found), ">=", wanted[longest, max_staleness])
+    known = [fractions(8, ratio, 1, 16, longest_first=True) for ratio in RATIOS]
+    report.row("max/mean 8, staleness 1, longest first, were it known", "of the limit", known)
+
+
+def buffers(report: Report) -> None:
+    """Samples a second through our buffer and through verl's queue, in turn."""
+    sides = [
+        Side("ours", "detached_ours.py", "project"),
+        Side("verl numpy", "detached_verl.py", "peers", 1, {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"}),
+        Side("verl default", "detached_verl.py", "peers"),
+    ]
+    rates: dict[str, list[float]] = {}
+    for side in sides:
+        side.call("start")
+    for index in range(ROUNDS + 2):
+        sums = []
+        for side in [*sides[index % 3 :], *sides[: index % 3]]:
+            for at_once in (1, 16) if side.name == "ours" else (1,):
+                result = side.call("pass_on", seed=index, at_once=at_once)
+                sums.append(result["sums"])
+                if index >= 2:
+                    name = f"{side.name}, {at_once} in a call"
+                    rates.setdefault(name, []).append(NUM_SAMPLES / result["seconds"])
+        for other in sums[1:]:
+            np.testing.assert_array_equal(other, sums[0])
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    limit = copy_rate(BATCH * SAMPLE_BYTES) / SAMPLE_BYTES
+    best = max(rate for name, rate in median.items() if name.startswith("verl"))
+    for name, values in rates.items():
+        report.row(
+            f"0.9 MiB, {name}", "samples/s", values, of_memcpy=median[name] / limit, times_verl=median[name] / best
+        )
+    for at_once in (1, 16):
+        report.target(
+            f"0.9 MiB, ours, {at_once} in a call / verl", median[f"ours, {at_once} in a call"] / best, ">=", 10
+        )
+    for side in sides:
+        side.close()
+
+
+def main() -> None:
+    report = Report("detached", "Detached training: schedules of simulated durations, and a real buffer")
+    schedules(report)
+    report.note("The schedules are simulated in virtual time with the real ledger; a ratio is generation to training.")
+    buffers(report)
+    report.note("The samples that arrive are the same on all sides in every round.")
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
