@@ -68,7 +68,10 @@ def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack)
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     """Trains to the end."""
-    config: Any = updated(inputs.config, {"trainer.default_local_dir": str(recorder.run_dir)})
+    # Makers check their inputs again. With the address they leave out what is of a Ray that is started on this machine.
+    address = ray.get_runtime_context().gcs_address
+    values = {"trainer.default_local_dir": str(recorder.run_dir), "ray_kwargs.ray_init.address": address}
+    config: Any = updated(inputs.config, values)
     run = DetachedRun(config, recorder)
     run.start()
     recorder.console.start_training(config.trainer.total_training_steps or 0)
