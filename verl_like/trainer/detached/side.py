@@ -16,6 +16,7 @@ import ray
 from verl_like.protocol import DataProto, Future, Metric, Part
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
+from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.detached.config import DetachedConfig
@@ -39,12 +40,9 @@ class SentFuture:
 
     @classmethod
     def of(cls, future: Future[Any], deadline_s: float) -> SentFuture:
-        """Waits until the call has finished; its results stay where they are."""
+        """Waits until the call has finished; its results stay where they are. Raises the call's WorkerError."""
         parts = future.parts
-        headers = [part.header for part in parts]
-        ready, _ = ray.wait(headers, num_returns=len(headers), timeout=deadline_s)
-        if len(ready) < len(headers):
-            future.get(timeout=0)  # names what is late
+        fetch([part.header for part in parts], deadline_s)
         return cls(parts, future.collect)
 
     def receive(self) -> Future[Any]:
