@@ -76,9 +76,10 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
     return worker_class
 
 
-def max_colocate_count(config: PPOConfig) -> int:
+def max_colocate_count(config: PPOConfig, roles: Sequence[str] | None = None) -> int:
     """The most worker groups on one pool: training roles share a process, the rollout engine has its own."""
-    pools = [pool for pool, _ in process_groups({role: config.role_mapping[role] for role in config.active_roles})]
+    roles = roles or config.active_roles
+    pools = [pool for pool, _ in process_groups({role: config.role_mapping[role] for role in roles})]
     return max(pools.count(pool) for pool in pools)
 
 
@@ -88,7 +89,7 @@ def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) 
         {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
         {role: config.role_mapping[role] for role in roles or config.active_roles},
         use_gpu=config.trainer.device == "cuda",
-        max_colocate_count=max_colocate_count(config),
+        max_colocate_count=max_colocate_count(config, roles),
     )
     pools.create_resource_pool()
     return pools
