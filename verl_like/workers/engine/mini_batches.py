@@ -13,6 +13,7 @@ import torch.distributed as dist
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
+from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
@@ -188,11 +189,12 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> 
     Each row is on `sequence_parallel_size` ranks and counts once. ValueError if trainers differ in their rows.
     """
     num_rows = len(rows["input_ids"])
-    most_and_least = torch.tensor([num_rows, -num_rows])
-    dist.all_reduce(most_and_least, op=dist.ReduceOp.MAX)
-    if most_and_least.sum() != 0:
+    if JointTrainer.of_process():  # the ranks of one group always have equally many
+        most_and_least = torch.tensor([num_rows, -num_rows])
+        dist.all_reduce(most_and_least, op=dist.ReduceOp.MAX)
         most, least = most_and_least.tolist()
-        raise ValueError(f"this rank got {num_rows} rows, others {-least} to {most}: give all trainers as many.")
+        if most != -least:
+            raise ValueError(f"this rank got {num_rows} rows, others {-least} to {most}: give all trainers as many.")
     chunks = torch.arange(num_rows).split(schedule.num_mini_batch_rows)
     micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
     tokens_B = rows["response_mask"].sum(-1).double()
