@@ -19,6 +19,12 @@ from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import PushedWeights, SentFuture, SideRecorder
 
 pytestmark = pytest.mark.ray
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str != ground_truth:  # unlike the check before Ray starts
+        {statement}
+    return 1.0
+"""
 
 
 @pytest.mark.proof
@@ -54,6 +60,55 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+
+
+@pytest.mark.proof
+def test_a_trainer_that_is_killed_ends_the_run_and_the_error_says_what_others_waited_for(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+):
+    family: list[psutil.Process] = []
+    killed: list[float] = []
+
+    def is_time() -> bool:
+        if num_steps_logged(tmp_path) >= 2:
+            family.extend(psutil.Process().children(recursive=True))
+            killed.append(time.monotonic())
+        return bool(family)
+
+    kill_once("DetachedPPOTrainer", signal.SIGKILL, when=is_time)
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.total_training_steps=1000"]
+    assert run_apart(settings) == 1
+    assert time.monotonic() - killed[0] < 60
+    message = capsys.readouterr().err
+    assert re.search(r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during", message), message
+    assert re.search(r"This ended trainer_0. When last seen:(\n.*)*maker_0: .* for \d+ s", message), message
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert "trainer_0 rank 0" in (tmp_path / "runs/latest/report.html").read_text()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("raise KeyError('no such unit')", "no such unit"),
+        (
+            "import time; time.sleep(900)",
+            r"trainer_0 rank 0 .* trainer 0 needs 4 groups .* by maker: \{'maker_0': \[0, 1, 2, 3\]\}"
+            r"(\n.*)*maker_0: making experience for \d+ s",
+        ),
+    ],
+)
+def test_a_reward_function_that_raises_or_never_ends_ends_the_run_without_a_restart(
+    statement: str, message: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+):
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, "trainer.test_freq=-1", "trainer.call_timeout_s=45"]
+    settings += ["reward.timeout_s=1000", "trainer.val_before_train=false"]
+    (tmp_path / "reward.py").write_text(REWARD.format(statement=statement))
+    assert run_apart(settings) == 1
+    output = capsys.readouterr()
+    assert re.search(message, output.err), output.err
+    assert "is started again" not in output.out
 
 
 def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(tmp_path: Path, tiny_llama: Callable):
