@@ -1,6 +1,6 @@
 """The learner: experience in; metrics, new weights and their version out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.roles import Role
 
@@ -43,6 +44,19 @@ class Learner:
     max_staleness: int
     """Most training steps between the weights that drew a token and those that are trained on it."""
     version: int = 0
+
+    @classmethod
+    def of(cls, config: PPOConfig, groups: Mapping[str, WorkerGroup], max_staleness: int) -> "Learner":
+        """The learner that the configuration describes, on the groups of actor and critic."""
+        n = config.actor_rollout_ref.rollout.n
+        return cls(
+            actor=groups[Role.Actor],
+            critic=groups.get(Role.Critic),
+            num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
+            num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
+            critic_warmup=config.trainer.critic_warmup,
+            max_staleness=max_staleness,
+        )
 
     def learn(self, experience: Experience) -> Update:
         """Submits the updates on experience of one or more mini-batches; returns at once.

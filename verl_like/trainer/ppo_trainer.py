@@ -93,15 +93,7 @@ class RayPPOTrainer:
 
     def build_learner(self) -> Learner:
         """The learner of this run's policy and critic."""
-        config, n = self.config, self.config.actor_rollout_ref.rollout.n
-        return Learner(
-            actor=self.groups[Role.Actor],
-            critic=self.groups.get(Role.Critic),
-            num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
-            num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
-            critic_warmup=config.trainer.critic_warmup,
-            max_staleness=config.trainer.pipeline_depth,
-        )
+        return Learner.of(self.config, self.groups, self.config.trainer.pipeline_depth)
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""

@@ -33,22 +33,15 @@ from verl_like.trainer.detached.side import (
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics
-from verl_like.trainer.ppo_workers import (
-    build_resource_pools,
-    build_role_worker_mapping,
-    import_worker_class,
-    start_groups,
-)
-from verl_like.trainer.roles import Role
+from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
 
 def trainer_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
-    """The workers of a trainer by the configuration: actor and critic."""
-    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
-    mapping = build_role_worker_mapping(config, own_classes)
+    """The workers of a trainer: actor and critic of the synchronous run, which are always the built-in ones."""
+    mapping = build_role_worker_mapping(config, own_classes={})
     return {role: mapping[role] for role in trainer_roles(config)}
 
 
@@ -131,15 +124,7 @@ class DetachedPPOTrainer:
         mapping = dict((self.model_fn or trainer_models)(config))
         pools = build_resource_pools(config, list(mapping))
         self.groups, _ = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
-        n = config.actor_rollout_ref.rollout.n
-        self.learner = Learner(
-            actor=self.groups[Role.Actor],
-            critic=self.groups.get(Role.Critic),
-            num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
-            num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
-            critic_warmup=config.trainer.critic_warmup,
-            max_staleness=config.detached.max_staleness,
-        )
+        self.learner = Learner.of(config, self.groups, config.detached.max_staleness)
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         start_models(self.groups)

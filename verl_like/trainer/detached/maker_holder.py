@@ -8,7 +8,7 @@ import inspect
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import ray
@@ -30,7 +30,6 @@ from verl_like.trainer.detached.side import (
     SideReport,
     ask,
     remote,
-    rows_of,
     side_died,
     side_named,
     start_models,
@@ -38,24 +37,25 @@ from verl_like.trainer.detached.side import (
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.ppo_inputs import check_inputs, load_dataset
 from verl_like.trainer.ppo_trainer import get_trainer
-from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, import_worker_class
+from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 
 
-def maker_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
-    """The workers of a maker by the configuration, with copies in place of actor and critic."""
-    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
-    mapping = build_role_worker_mapping(config, own_classes)
+def maker_models(
+    config: DetachedConfig, mapping: Mapping[str, RayClassWithInitArgs]
+) -> dict[str, RayClassWithInitArgs]:
+    """The workers of a maker: of those of the synchronous run its roles, with copies in place of actor and critic."""
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
-    for role in mapping.keys() & copies.keys():
+    own = {role: mapping[role] for role in maker_roles(config)}
+    for role in own.keys() & copies.keys():
         arguments = inspect.signature(copies[role]).parameters
         kwargs = {name: value for name, value in mapping[role].kwargs.items() if name in arguments}
-        mapping[role] = RayClassWithInitArgs(copies[role], **kwargs)
-        mapping[role].plugins = config.plugins
-    return {role: mapping[role] for role in maker_roles(config)}
+        own[role] = RayClassWithInitArgs(copies[role], **kwargs)
+        own[role].plugins = config.plugins
+    return own
 
 
 class PromptLoader:
@@ -128,7 +128,8 @@ class ExperienceMakerHolder:
     def start(self) -> PromptLoader:
         """Starts the workers and loads the models; returns the prompts of the configuration."""
         inputs = check_inputs(self.config, self.cleanup)
-        mapping = dict((self.model_fn or maker_models)(self.config))
+        built_in = maker_models(self.config, inputs.role_worker_mapping)
+        mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
         self.run = get_trainer()(
             self.config,
             inputs.tokenizer,
@@ -187,7 +188,8 @@ class ExperienceMakerHolder:
         for index, name in enumerate(self.trainer_names):
             places = [place for place, ticket in enumerate(tickets) if ticket.trainer == index]
             if places:
-                its_rows = batch if len(places) == len(tickets) else rows_of(batch, places, n)
+                rows = [place * n + k for place in places for k in range(n)]
+                its_rows = batch if len(rows) == len(batch) else batch.select_idxs(rows)
                 its_tickets = [tickets[place] for place in places]
                 self.sent[side_named(name).extend.remote(self.name, its_tickets, its_rows, metrics)] = name
                 metrics = {}  # they count once

@@ -41,13 +41,23 @@ from verl_like.workers.config.joint_trainer import JointTrainer
 ANSWER_S = 30.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
 POLL_S = 0.5
+DISPLAY = replace(
+    PPO_DISPLAY,
+    step_line=(
+        *PPO_DISPLAY.step_line,
+        ("idle maker", ("detached/idle/maker_0",), "{:.0%}"),
+        ("idle trainer", ("detached/idle/trainer_0",), "{:.0%}"),
+    ),
+    phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
+)
+"""What PPO shows, with the phases of a trainer, and which side waits for the other."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
 """Where an exception, unlike a death, comes from wrong input or from the program."""
 
 
 def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None) -> int:
     """Runs detached training; returns the exit code."""
-    return run(config, check_detached_inputs, fit, PPO_DISPLAY, template)
+    return run(config, check_detached_inputs, fit, DISPLAY, template)
 
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
@@ -156,8 +166,8 @@ class DetachedRun:
         except RayActorError as error:
             self.failed(name, side_died(name, "its loop", error))
         else:
+            del self.loops[name]
             self.collect(name)
-            self.loops.pop(name, None)
 
     def collect(self, name: str) -> None:
         """Writes what happened on a side since the last time."""
@@ -225,7 +235,7 @@ class DetachedRun:
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
         self.recorder.console.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
-        del self.loops[name]
+        self.loops.pop(name, None)
         self.reports.pop(name, None)
         ask(LEDGER, "lost", name, timeout=ANSWER_S)
         self.start_maker(name)

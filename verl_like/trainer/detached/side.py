@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from verl_like.protocol import DataProto, Future, Metric, Part
+from verl_like.protocol import Future, Metric, Part
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
 from verl_like.single_controller.ray.message import fetch
@@ -172,8 +172,3 @@ def start_models(groups: Mapping[str, WorkerGroup]) -> None:
     """Loads the models of all groups at the same time."""
     for future in [group.init_model.remote() for group in groups.values()]:
         future.get()
-
-
-def rows_of(batch: DataProto, prompts: Sequence[int], num_samples: int) -> DataProto:
-    """The `num_samples` rows of each of some prompts of a batch, by the prompts' places in it."""
-    return batch.select_idxs([place * num_samples + k for place in prompts for k in range(num_samples)])
