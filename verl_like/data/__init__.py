@@ -2,5 +2,3 @@
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-
-__all__ = ["EpochSampler", "PromptDataset"]

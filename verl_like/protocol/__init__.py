@@ -6,25 +6,3 @@ from verl_like.protocol.dataproto import DataProto, DataProtoItem
 from verl_like.protocol.future import CallHeader, DataProtoFuture, Future, Part, PendingCall
 from verl_like.protocol.merge import union_numpy_dict, union_tensor_dict
 from verl_like.protocol.metric import Metric, merge_metrics, metric_values
-
-__all__ = [
-    "COLUMNS",
-    "PAD_COLUMN",
-    "CallHeader",
-    "Column",
-    "DataProto",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "Future",
-    "Metric",
-    "Part",
-    "PendingCall",
-    "fold_batch_dim",
-    "merge_metrics",
-    "metric_values",
-    "pad_dataproto_to_divisor",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]

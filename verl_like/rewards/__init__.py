@@ -2,5 +2,3 @@
 
 from verl_like.rewards import exact_match, gsm8k
 from verl_like.rewards.registry import get_reward_fn, register_reward
-
-__all__ = ["exact_match", "get_reward_fn", "gsm8k", "register_reward"]

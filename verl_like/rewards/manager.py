@@ -15,8 +15,6 @@ import numpy as np
 from verl_like.rewards.loader import RewardFunctionSpec
 from verl_like.rewards.process import START_S, ProcessDied, RewardProcess
 
-__all__ = ["RewardError", "RewardFunctionSpec", "RewardManager", "RewardResult", "RewardSample"]
-
 logger = logging.getLogger(__name__)
 
 _RESTART_S = 5.0  # what replacing a process takes on average beside loading the function

@@ -12,21 +12,3 @@ from verl_like.single_controller.resource_pool import ResourcePool
 from verl_like.single_controller.shard import Ordered
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import CallEvent, ClassWithInitArgs, WorkerGroup
-
-__all__ = [
-    "CallEvent",
-    "CallTimeout",
-    "ClassWithInitArgs",
-    "Dispatch",
-    "Execute",
-    "Ordered",
-    "PerRank",
-    "ResourcePool",
-    "Worker",
-    "WorkerDied",
-    "WorkerError",
-    "WorkerGroup",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "register",
-    "register_dispatch_mode",
-]

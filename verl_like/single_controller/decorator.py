@@ -1,7 +1,5 @@
 """`@register`: how a worker's method is called from the driver."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How a call's arguments are split over the ranks of a group and how their results become one value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +24,7 @@ class Mesh:
         return len(self.collect_ranks)
 
     @classmethod
-    def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> Mesh:
+    def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> "Mesh":
         """Raises ValueError unless exactly one rank of every dp_rank is collected."""
         dp_ranks = [dp_rank for dp_rank, _ in coordinates]
         collected = sorted((dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect)

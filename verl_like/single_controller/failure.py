@@ -1,7 +1,5 @@
 """Errors that cross the process boundary: each one names role, rank, node and method."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

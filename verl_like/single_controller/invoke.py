@@ -1,7 +1,5 @@
 """Runs a method on the worker: resolves its arguments, checks what it reads and writes, drops padding rows."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

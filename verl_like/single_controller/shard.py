@@ -1,7 +1,5 @@
 """The share of a batch that one rank works on, described by references and resolved on the worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The base class of everything that runs on a resource pool."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -28,7 +26,7 @@ class Worker:
     _mesh_coordinates: dict[str, tuple[int, bool]]
 
     # In __new__, so that a subclass that does not call super().__init__() has its rank as well.
-    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
         worker.rank, worker.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         worker.local_rank = int(os.environ.get("LOCAL_RANK", "0"))

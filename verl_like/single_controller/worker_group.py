@@ -1,7 +1,5 @@
 """The driver's handle on the ranks of one role: registered methods become callables of the group."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import inspect
@@ -80,7 +78,7 @@ class WorkerGroup(abc.ABC):
                 raise ValueError(f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: rename it")
             setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
 
-    def __getattr__(self, name: str) -> BoundMethod:
+    def __getattr__(self, name: str) -> "BoundMethod":
         # Registered methods are attributes; this is called for names that are none.
         raise AttributeError(f"the worker group {self.__dict__.get('role', '')!r} has no registered method {name!r}")
 
@@ -118,7 +116,7 @@ class WorkerGroup(abc.ABC):
         """The result of `execute_rank_zero`."""
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
 
-    def _method(self, name: str, mode: DispatchMode) -> BoundMethod:
+    def _method(self, name: str, mode: DispatchMode) -> "BoundMethod":
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")

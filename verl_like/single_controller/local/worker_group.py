@@ -1,7 +1,5 @@
 """Runs a worker group in the driver's own process: for the debugger and for unit tests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator
@@ -47,7 +45,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     def submit(
         self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
-    ) -> LocalCall:
+    ) -> "LocalCall":
         yielded: list[Any] = []
         results: list[tuple[CallHeader, Any]] = []
         for rank, (args, kwargs) in enumerate(calls):

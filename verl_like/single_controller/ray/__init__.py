@@ -7,12 +7,3 @@ from verl_like.single_controller.ray.worker_group import (
     create_colocated_worker_cls,
     create_colocated_worker_raw_cls,
 )
-
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_raw_cls",
-]

@@ -1,7 +1,5 @@
 """Calls in flight on the Ray backend, and the record of those that were not reported as finished yet."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Resources of the nodes of the Ray cluster, and the choice of a node for each entry of the resource pools."""
 
-from __future__ import annotations
-
 import math
 import time
 

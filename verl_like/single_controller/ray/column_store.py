@@ -1,7 +1,5 @@
 """The columns that a driver has put into Ray's object store: each of them once, as long as its tensor lives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Ray sends plain values (dicts, lists, text, bytes, numbers) without pickling the
 of a small call. Whatever else stands among them Ray pickles, large arrays without a copy.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

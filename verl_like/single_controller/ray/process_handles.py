@@ -1,7 +1,5 @@
 """The processes of a worker group as the driver sees them: started, waited for with a deadline, killed together."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Starts a Ray on this machine, or joins the one that is named."""
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

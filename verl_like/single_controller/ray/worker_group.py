@@ -1,7 +1,5 @@
 """The Ray backend of worker groups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +68,7 @@ class RayWorkerGroup(WorkerGroup):
         self._unreported = UnreportedCalls(role, self.report)
         super().__init__(classes.get(role), role, len(processes.actors), processes.pool.name, on_call)
 
-    def spawn(self, roles: Sequence[str]) -> dict[str, RayWorkerGroup]:
+    def spawn(self, roles: Sequence[str]) -> dict[str, "RayWorkerGroup"]:
         """A group for each of the colocated roles, on the same processes."""
         unknown = sorted(set(roles) - set(self._classes))
         if unknown:

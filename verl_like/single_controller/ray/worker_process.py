@@ -1,7 +1,5 @@
 """The one Ray actor class: a process of a pool that holds the workers of one or several roles."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
 
-__all__ = ["ConfigError", "PPOConfig", "RunConfig", "load_config", "load_ppo_config", "to_yaml"]
-
 
 def load_ppo_config(
     overrides: Sequence[str], config_name: str | None = None, config_dir: str | None = None

@@ -1,7 +1,5 @@
 """What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs on."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Strict

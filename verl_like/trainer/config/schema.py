@@ -1,7 +1,5 @@
 """The whole configuration of a PPO run: what the trainer reads, around what the workers read (workers/config)."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict

@@ -1,7 +1,5 @@
 """The configuration of detached training: that of PPO and a few keys more, and what of it each side reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """A trainer of detached training: experience in from the makers, weights out to them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """A maker of detached training: prompts in, experience out to the trainers, with the weights that they push."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Settings of the engine that runs and trains a model: sharding and optimizer."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -67,7 +65,7 @@ class OptimConfig(ConfigModel):
     """Warm-up as a fraction of all training steps; used while lr_warmup_steps is -1."""
 
     @model_validator(mode="after")
-    def warm_up_is_given_once(self) -> OptimConfig:
+    def warm_up_is_given_once(self) -> "OptimConfig":
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
             raise ValueError(
                 f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} both "

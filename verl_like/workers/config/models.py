@@ -1,7 +1,5 @@
 """Settings of a model: where it comes from and how its layers compute."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator

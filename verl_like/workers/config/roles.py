@@ -1,7 +1,5 @@
 """Settings of the roles: actor, reference, rollout, critic, reward model."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -70,7 +68,7 @@ class ActorConfig(OpenConfigModel):
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
 
     @model_validator(mode="after")
-    def clip_ratio_is_not_overruled(self) -> ActorConfig:
+    def clip_ratio_is_not_overruled(self) -> "ActorConfig":
         default = type(self).model_fields["clip_ratio"].default
         if self.clip_ratio != default and self.clip_ratio not in (self.clip_ratio_low, self.clip_ratio_high):
             raise ValueError(

@@ -1,7 +1,5 @@
 """Settings of the engine that generates responses."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -23,7 +21,7 @@ class SamplingConfig(ConfigModel):
     """Responses per prompt."""
 
     @model_validator(mode="after")
-    def several_responses_are_sampled(self) -> SamplingConfig:
+    def several_responses_are_sampled(self) -> "SamplingConfig":
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n={self.n} greedy responses to one prompt are all the same; set temperature > 0 or n=1")
         return self

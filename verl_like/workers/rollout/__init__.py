@@ -8,17 +8,6 @@ from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, RolloutError, Sampling
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 
-__all__ = [
-    "Completion",
-    "FinishedSample",
-    "GenerationRequest",
-    "RolloutEngine",
-    "RolloutError",
-    "Sampling",
-    "get_rollout_engine",
-    "register_rollout_engine",
-]
-
 _ENGINES: dict[str, type[RolloutEngine]] = {"hf": HfEngine, "vllm": VllmEngine}
 EngineT = TypeVar("EngineT", bound=RolloutEngine)
 

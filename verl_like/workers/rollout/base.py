@@ -1,7 +1,5 @@
 """What every rollout engine has in common: requests and batches in, checked responses out, verified weights."""
 
-from __future__ import annotations
-
 import os
 import time
 from abc import ABC, abstractmethod
