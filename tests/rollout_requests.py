@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from transformers import DynamicCache, LlamaForCausalLM, TopKLogitsWarper, TopPL
 
 from verl_like.protocol import DataProto
 from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, RolloutError, Sampling
-from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weight_sync import WeightBucket, WeightExport
+from verl_like.workers.weight_transfer.shared_memory import SharedPages
 
 SAMPLING = Sampling(temperature=0.9, top_k=-1, top_p=1.0, max_tokens=20, stop_token_ids=(1,))
 
@@ -101,13 +102,11 @@ def run_with_abort(
     return completions, gone, run(engine, [request for request in requests if request.name in aborted])
 
 
-Named = Iterator[tuple[str, torch.Tensor]]
-
-
-def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Callable[[Named], Named]) -> Any:
-    """New weights, of which the engine's own loading gets what `change` makes of them."""
+def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Callable[[WeightBucket], Any]) -> Any:
+    """New weights, of which the engine's own loading gets what `change` makes of the buckets."""
+    changed = [replace(export, buckets=tuple(map(change, export.buckets))) for export in exports]
     load = engine._load
-    engine._load = lambda weights, version: load(change(weights), version)
+    engine._load = lambda exports, version: load(changed, version)
     try:
         return engine.load_weights(exports, exports[0].version)
     finally:
@@ -117,29 +116,43 @@ def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Cal
 def load_swapped(engine: RolloutEngine, exports: list[WeightExport], first: str, second: str) -> Any:
     """New weights, of which the engine takes two parameters for each other."""
     other = {first: second, second: first}
-    return load_changed(engine, exports, lambda weights: ((other.get(name, name), tensor) for name, tensor in weights))
+    return load_changed(
+        engine, exports, lambda bucket: replace(bucket, names=tuple(other.get(name, name) for name in bucket.names))
+    )
 
 
 def load_torn(engine: RolloutEngine, exports: list[WeightExport], num_loaded: int) -> Any:
-    """New weights, of which the engine gets some before an error."""
+    """New weights, of which the engine finds only this number of buckets."""
 
-    def torn(weights: Named) -> Named:
-        for _ in range(num_loaded):
-            yield next(weights)
-        raise OSError("torn")
+    def torn(bucket: WeightBucket) -> WeightBucket:
+        gone = SharedPages("/proc/self/fd/none", "of a process that ended", bucket.data.nbytes)
+        return bucket if bucket.index < num_loaded else replace(bucket, data=gone)
 
     return load_changed(engine, exports, torn)
 
 
-def load_and_die(engine: RolloutEngine, exports: list[WeightExport], num_loaded: int) -> Any:
-    """New weights, and in the middle of them the process is killed."""
+@dataclass
+class Deadly:
+    """Values that kill who reads them."""
 
-    def killed(weights: Named) -> Named:
-        for _ in range(num_loaded):
-            yield next(weights)
+    nbytes: int
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    return load_changed(engine, exports, killed)
+
+def load_and_die(engine: RolloutEngine, exports: list[WeightExport], num_loaded: int) -> Any:
+    """New weights, and after this number of buckets the process is killed."""
+    return load_changed(
+        engine,
+        exports,
+        lambda bucket: bucket if bucket.index < num_loaded else replace(bucket, data=Deadly(bucket.data.nbytes)),
+    )
+
+
+def forget_fused_forms(engine: RolloutEngine) -> None:
+    """From now on vLLM's model does not say which parameters it fuses."""
+    engine.llm.apply_model(lambda model: setattr(model, "packed_modules_mapping", {}))
 
 
 def memory(name: str) -> int:

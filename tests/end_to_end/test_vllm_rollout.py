@@ -70,7 +70,7 @@ class RolloutProcess:
 
     def call_without_loading(self, method: str, *args: Any) -> Any:
         """Calls the engine while its `_load`, which overwrites the weights, does nothing."""
-        load, self.engine._load = self.engine._load, lambda weights, version: None
+        load, self.engine._load = self.engine._load, lambda exports, version: None
         try:
             return self.call(method, *args)
         finally:
@@ -80,9 +80,9 @@ class RolloutProcess:
         """Calls the engine, whose `_load` then changes one number of a parameter that a kernel reads as it is."""
         load = self.engine._load
 
-        def load_and_change(weights: Any, version: int) -> None:
-            load(weights, version)
-            self.engine._call(lambda worker: worker.model_runner.get_model().model.embed_tokens.weight[3, 2].add_(1.0))
+        def load_and_change(exports: list[WeightExport], version: int) -> None:
+            load(exports, version)
+            self.engine.llm.apply_model(lambda model: model.model.embed_tokens.weight[3, 2].add_(1.0))
 
         self.engine._load = load_and_change
         try:
@@ -165,7 +165,9 @@ def prompt_batch(
     return DataProto.from_single_dict(batch, meta_info={"global_steps": step, "validate": validate})
 
 
-def export(model: LlamaForCausalLM, version: int, world_size: int = 2) -> list[WeightExport]:
+def export(
+    model: LlamaForCausalLM, version: int, world_size: int = 2, bucket_bytes: int = 1 << 14
+) -> list[WeightExport]:
     return [
         collect_weights(
             model.named_parameters(),
@@ -173,7 +175,7 @@ def export(model: LlamaForCausalLM, version: int, world_size: int = 2) -> list[W
             rank=rank,
             world_size=world_size,
             version=version,
-            bucket_bytes=1 << 14,
+            bucket_bytes=bucket_bytes,
         )
         for rank in range(world_size)
     ]
@@ -410,7 +412,8 @@ def test_an_engine_with_a_torn_update_refuses_to_generate_until_a_whole_one(
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 7), 7)
     new = scaled(tied_model[1], 0.9)
-    expect_error(process.run.remote("load_torn", export(new, 8), num_loaded), "torn", "OSError")
+    loading = process.run.remote("load_torn", export(new, 8, bucket_bytes=1), num_loaded)  # a parameter in a bucket
+    expect_error(loading, "in memory of another process, /proc/self/fd/none, which ended")
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
     call(process, "load_weights", export(new, 7), 7)

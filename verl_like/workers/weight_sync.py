@@ -290,13 +290,16 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
 
 def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full parameter), in the trainer's order, as views of the exports' read-only buffers."""
-    dtype = getattr(torch, exports[0].dtype)
-    buckets = [bucket for export in exports for bucket in export.buckets]
+    return iterate_buckets([bucket for export in exports for bucket in export.buckets], exports[0].dtype)
+
+
+def iterate_buckets(buckets: Iterable[WeightBucket], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `iterate_weights` yields, of buckets whose values have the torch dtype of that name."""
     for bucket in sorted(buckets, key=lambda bucket: bucket.index):
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(np.asarray(bucket.data)).view(dtype)
-        sizes = [int(np.prod(shape)) for shape in bucket.shapes]
+            flat = torch.from_numpy(np.asarray(bucket.data)).view(getattr(torch, dtype))
+        sizes = [math.prod(shape) for shape in bucket.shapes]
         for name, shape, values in zip(bucket.names, bucket.shapes, flat.split(sizes), strict=True):
             yield name, values.view(shape)

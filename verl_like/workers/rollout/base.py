@@ -3,7 +3,7 @@
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from verl_like.workers.rollout.request import (
     check_completion,
     request_seed,
 )
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_staged, iterate_weights
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_staged
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
 
@@ -110,8 +110,8 @@ class RolloutEngine(ABC):
         """Forgets requests in flight."""
 
     @abstractmethod
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Overwrites the engine's weights.
+    def _load(self, exports: Sequence[WeightExport], version: int) -> None:
+        """Overwrites the engine's weights with staged ones.
 
         No request that is submitted from now on uses what was computed with the old ones, and those in flight do so as
         `rollout.kv_after_update` says.
@@ -340,7 +340,7 @@ class RolloutEngine(ABC):
             )
         expected = check_staged(exports, version, self.device)
         self.policy_version = None  # until the whole update has arrived
-        self._load(iterate_weights(exports), version)
+        self._load(exports, version)
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
         fingerprint = check_arrival(expected, self._fingerprints(), failure)
         self.policy_version = self._newest_version = version

@@ -1,6 +1,6 @@
 """Reference rollout engine: a token at a time with transformers, on a copy of the model. Small, slow, easy to debug."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import (
 
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
-from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError, fingerprint_tensor, iterate_weights
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
 
@@ -147,10 +147,10 @@ class HfEngine(RolloutEngine):
         return ended
 
     @torch.no_grad()
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         self.wake_up()
         parameters = dict(self.model.named_parameters())
-        for name, tensor in weights:
+        for name, tensor in iterate_weights(exports):
             if name not in parameters or parameters[name].shape != tensor.shape:
                 known = parameters[name].shape if name in parameters else sorted(parameters)
                 raise WeightSyncError(

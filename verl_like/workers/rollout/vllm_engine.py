@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
-from verl_like.workers.rollout.vllm_weights import VllmWeights
+from verl_like.workers.weight_sync import WeightExport
 
 _CPU_KV_BLOCK_TOKENS = 128
 _CPU_BATCHED_TOKENS = 8192
@@ -40,7 +40,6 @@ class VllmEngine(RolloutEngine):
         self.llm = self._start("uni" if is_alone else self._replica_executor())
         if not is_alone:
             self._unlink_shared_memory()
-        self._weights = self._call(VllmWeights)
 
     def _prepare_import(self) -> None:
         """Checks that vLLM is installed, and sets what it reads from the environment as it is imported."""
@@ -91,6 +90,9 @@ class VllmEngine(RolloutEngine):
             kv_cache_memory_bytes=self._cpu_kv_cache_bytes() if on_cpu else None,
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
             disable_log_stats=True,
+            # vLLM's worker imports the module of the extension, which registers the back end.
+            worker_extension_cls="verl_like.workers.rollout.vllm_weights.WorkerExtension",
+            weight_transfer_config={"backend": "staged"},
         )
 
     def _check_head_size(self) -> None:
@@ -163,10 +165,6 @@ class VllmEngine(RolloutEngine):
             for named in Path("/dev/shm").glob(f"{port}-tp:*"):  # the CPU build's
                 named.unlink()
 
-    def _call(self, function: Callable[[Any], Any]) -> Any:
-        """Runs `function(vllm_worker)` in this process's vLLM worker."""
-        return self.llm.collective_rpc(function)[0]
-
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         import vllm
 
@@ -189,15 +187,17 @@ class VllmEngine(RolloutEngine):
         for name in names:  # of several at once vLLM frees the blocks in an order that differs between processes
             self.llm.llm_engine.abort_request([name])
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         if self._asleep:
             require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
-        self._weights.load(weights)
+        self.llm.start_weight_update()
+        buckets = [bucket for export in exports for bucket in export.buckets]
+        self.llm.update_weights({"update_info": {"dtype": exports[0].dtype, "buckets": buckets}})
+        self.llm.finish_weight_update(weight_version=str(version))
         self.wake_up()
         self._num_loads += 1
         engine = self.llm.llm_engine
-        engine.set_weight_version(str(version))
         if self.config.kv_after_update == "recompute":
             engine.reset_prefix_cache(reset_running_requests=True)
             return
@@ -208,7 +208,7 @@ class VllmEngine(RolloutEngine):
         self._submit([self._in_flight[name] for name in queued])
 
     def _fingerprints(self) -> dict[str, int]:
-        return self._weights.fingerprints()
+        return self.llm.collective_rpc("weight_fingerprints")[0]
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":

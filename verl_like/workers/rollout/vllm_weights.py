@@ -1,34 +1,56 @@
-"""The weights of a vLLM worker: loads the trainer's, and takes their fingerprints by Hugging Face name."""
+"""vLLM's end of the weights: a transfer back end that reads staged updates, and fingerprints of what was loaded.
+
+vLLM imports this module in the process of its worker, where it registers the back end; nothing else imports it.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from verl_like.workers.weight_sync import WeightSyncError, fingerprint_tensor
+from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
 
 
-class VllmWeights:
-    """The parameters of one process's vLLM worker, which are Hugging Face's fused, sharded over a replica, or packed.
+@dataclass
+class StagedUpdate(WeightTransferUpdateInfo):
+    """All buckets of an update that was staged and checked; `dtype` is the name of their torch dtype."""
+
+    dtype: str
+    buckets: list[WeightBucket]
+
+
+class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate]):
+    """Loads staged updates into one process's model, whose parameters are Hugging Face's fused, sharded, or packed.
 
     The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original.
     So these fingerprints are taken after the layer was loaded and before it is packed. On CUDA the kernels read the
     parameters themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the end counts.
     """
 
-    def __init__(self, worker: Any) -> None:
-        from vllm.model_executor.layers.linear import LinearBase
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = StagedUpdate
+    model: Any
 
-        self.worker = worker
-        self.model = worker.model_runner.get_model()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._sources: dict[str, list[tuple[str, torch.Size]]] = {}
         self._before_packing: dict[str, dict[str, int] | None] = {}
-        on_cpu = next(self.model.parameters()).device.type == "cpu"
         for name, module in self.model.named_modules():
-            if on_cpu and isinstance(module, LinearBase):
+            if self.device.type == "cpu" and isinstance(module, LinearBase):
                 method: Any = module.quant_method
                 method.process_weights_after_loading = self._fingerprint_then(
                     name, method.process_weights_after_loading
@@ -42,22 +64,33 @@ class VllmWeights:
 
         return fingerprint_then_pack
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Overwrites the parameters with the values of (Hugging Face name, whole parameter)."""
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing: whoever sends an update says where it is."""
 
-        named = list(weights)  # views: no copies
-        self._sources = self._find_sources({name: tensor.shape for name, tensor in named})
+    def shutdown(self) -> None:
+        """Nothing: an update is only held while it is loaded."""
+
+    def start_weight_update(self) -> None:
+        """Gives the layers the tensors that they were built with, on which the model's `load_weights` works."""
         # Ends what an update that failed in the middle has left open, whose layers would count the values of both
         # updates, and be complete with a mixture. Otherwise it does nothing.
-        finalize_layerwise_reload(self.model, self.worker.model_config)
-        # The model's `load_weights` works only once, on the tensors it was built with; this call restores them first.
-        self.worker.reload_weights(weights_iterator=iter(named))
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StagedUpdate) -> None:
+        """Overwrites the parameters. All of them come in one call, since vLLM forgets an update that failed in it."""
+        shapes = (pair for bucket in update_info.buckets for pair in zip(bucket.names, bucket.shapes, strict=True))
+        self._sources = self._find_sources({name: torch.Size(shape) for name, shape in shapes})
+        self.model.load_weights(iterate_buckets(update_info.buckets, update_info.dtype))
+        finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
-        if head is not None and self.worker.model_config.hf_text_config.tie_word_embeddings:
+        if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
             # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it would go on computing
             # with the packed copy of the weights before.
             head.quant_method.process_weights_after_loading(head)
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
 
     def _find_sources(self, shapes: dict[str, torch.Size]) -> dict[str, list[tuple[str, torch.Size]]]:
         """By the name of a vLLM parameter the Hugging Face parameters that it is made of, in their order there."""
@@ -84,8 +117,6 @@ class VllmWeights:
         Raises:
             WeightSyncError: it is not known which Hugging Face parameters a parameter is made of.
         """
-        from vllm.distributed.parallel_state import get_tp_group
-
         totals = {hf_name: 0 for sources in self._sources.values() for hf_name, _ in sources}
         for name, parameter in self.model.named_parameters():  # lists tied parameters once
             packed = parameter.numel() == 0
@@ -115,6 +146,19 @@ class VllmWeights:
         return found
 
 
+class WorkerExtension:
+    """What vLLM's worker is given by `worker_extension_cls`."""
+
+    weight_transfer_engine: StagedTransfer
+
+    def weight_fingerprints(self) -> dict[str, int]:
+        """See `StagedTransfer.fingerprints`."""
+        return self.weight_transfer_engine.fingerprints()
+
+
+WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
+
+
 def _cut(
     module: Any, leaf: str, parameter: torch.Tensor, sources: Sequence[tuple[str, torch.Size]]
 ) -> list[tuple[str, int, int, torch.Tensor]] | None:
@@ -123,10 +167,6 @@ def _cut(
     Only those that this process answers for: of the copies in a replica one counts. None if the sources do not add up
     to the parameter.
     """
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
     rank = get_tensor_model_parallel_rank()
     by_rows = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)  # shards of whole outputs
     by_columns = isinstance(module, RowParallelLinear) and leaf == "weight"
