@@ -1,6 +1,8 @@
 """Parts that several test folders share."""
 
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,13 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         return str(path), save_tiny_llama(path, **options)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[Path]:
+    """A folder for what Ray writes, with its note of the last cluster, which all that runs here would else share."""
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # a short path: there are sockets in it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
+        yield folder
+    shutil.rmtree(folder, ignore_errors=True)

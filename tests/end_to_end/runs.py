@@ -86,7 +86,7 @@ def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading
     """Sends a signal to the process of this title, once `when` holds and there is one."""
 
     def kill() -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not when() and time.monotonic() < deadline:
             time.sleep(0.05)
         while time.monotonic() < deadline:

@@ -1,7 +1,5 @@
 """One Ray for each test file."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +20,3 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def ray_folder() -> Iterator[Path]:
-    """A folder for what Ray writes, with its note of the last cluster, which all that runs here would else share."""
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # a short path: there are sockets in it
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", str(folder))
-        yield folder
-    shutil.rmtree(folder, ignore_errors=True)

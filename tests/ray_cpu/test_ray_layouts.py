@@ -48,6 +48,7 @@ def test_a_layout_takes_every_gpu_of_its_nodes_once(gpus: int, cluster: Cluster)
     command = re.search(rf"^{gpus} GPUs[^`]*```bash\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)[1]
     config = load_ppo_config([*ALL_ROLES, *shlex.split(command.replace("\\\n", " "))])
     manager = build_resource_pools(config)
+    manager.create_resource_pool()
     assert set(manager.mapping) == {"actor", "rollout", "ref", "critic", "reward_model"}
     pools = manager.resource_pool_dict
     bundles = {name: pool.take() for name, pool in pools.items()}

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_pools_of_different_sizes_find_their_nodes_in_any_order(nodes):
     alone = RayResourcePool([4, 8], use_gpu=False)
     assert cpus_of_ranks(alone) == [4.0] * 4 + [8.0] * 8
     alone.release()
+
+
+def test_pools_that_are_reserved_at_the_same_time_find_the_nodes_that_others_left(nodes):
+    pools = [RayResourcePool([4], use_gpu=False) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        found = sorted(cpus for places in threads.map(cpus_of_ranks, pools) for cpus in places)
+    assert found == [4.0] * 4 + [8.0] * 8
+    for pool in pools:
+        pool.release()
 
 
 @pytest.mark.proof

@@ -19,7 +19,7 @@ from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.ppo_display import generation_of_row
 from verl_like.trainer.ppo_workers import start_groups
 from verl_like.trainer.roles import Role
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.scoring import RuleScorer, reward_columns
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
@@ -71,7 +71,7 @@ class RayPPOTrainer:
         for groups in order:
             pending = [group.init_model.remote() for group in groups]
             if groups is order[0]:
-                self.recorder.show_placement(self.placement)  # waits for the processes, which then load at once
+                self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
             for future in pending:
                 future.get()
         self.load_weights(self.learner.export_weights())

@@ -84,15 +84,13 @@ def max_colocate_count(config: PPOConfig, roles: Sequence[str] | None = None) ->
 
 
 def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) -> ResourcePoolManager:
-    """The pools of the configuration, reserved, for its active roles or only some of them."""
-    pools = ResourcePoolManager(
+    """The pools of the configuration for its active roles or only some of them."""
+    return ResourcePoolManager(
         {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
         {role: config.role_mapping[role] for role in roles or config.active_roles},
         use_gpu=config.trainer.device == "cuda",
         max_colocate_count=max_colocate_count(config, roles),
     )
-    pools.create_resource_pool()
-    return pools
 
 
 def start_groups(
@@ -103,7 +101,8 @@ def start_groups(
     joint_trainer: JointTrainer | None = None,
 ) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
     """A worker group for each role, and the processes: (pool, roles, group). Training roles of one pool share their
-    processes."""
+    processes. Reserves the pools, unless that was done."""
+    pools.create_resource_pool()
     groups: dict[str, WorkerGroup] = {}
     placement = []
     for pool, roles in process_groups({role: config.role_mapping[role] for role in mapping}):

@@ -39,17 +39,11 @@ class RunRecorder:
         self.seconds: dict[str, float] = {}
         self.started = time.time()
 
-    def show_placement(self, groups: list[tuple[str, list[str], RayWorkerGroup]]) -> None:
-        """Shows where the run is placed: pool, roles and processes of each worker group, a row a node."""
-        for pool, roles, group in groups:
-            nodes = group.worker_nodes
-            for node in dict.fromkeys(nodes):
-                ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
-                pids = ", ".join(str(group.worker_pids[rank]) for rank in ranks)
-                row = {"pool": pool, "node": node, "ranks": ", ".join(map(str, ranks)), "processes": pids}
-                self.placement.append(row | {"roles": " + ".join(roles)})
-        if self.placement:
-            self.console.show_table("Placement", self.placement)
+    def show_placement(self, rows: list[dict[str, str]]) -> None:
+        """Shows where the run is placed, in place of what was shown before."""
+        self.placement = rows
+        if rows:
+            self.console.show_table("Placement", rows)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -137,6 +131,19 @@ class RunRecorder:
             path = self.run_dir / name
             if path.exists() and path.stat().st_size:
                 self.console.say(f"    {name:<40} {what}")
+
+
+def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
+    """Pool, roles and processes of each worker group, a row a node; waits until they have started."""
+    rows = []
+    for pool, roles, group in groups:
+        nodes = group.worker_nodes
+        for node in dict.fromkeys(nodes):
+            ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
+            pids = ", ".join(str(group.worker_pids[rank]) for rank in ranks)
+            row = {"pool": pool, "node": node, "ranks": ", ".join(map(str, ranks)), "processes": pids}
+            rows.append(row | {"roles": " + ".join(roles)})
+    return rows
 
 
 def _shown(text: str, max_length: int = 240) -> str:

@@ -25,7 +25,7 @@ def wait_for_nodes(requests: dict[str, list[Resources]], timeout_s: float) -> li
     while (nodes := assign(entries, node_resources(total=False))) is None:
         if time.monotonic() > deadline:
             raise PlacementError(
-                f"the resource pools were not free within {timeout_s:g} s\n{placement_table(requests)}"
+                f"the resource pools were not free within {timeout_s:.2g} s\n{placement_table(requests)}"
             )
         time.sleep(_POLL_S)
     return nodes

@@ -1,7 +1,8 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -12,6 +13,7 @@ from verl_like.single_controller.ray.cluster import Resources, placement_table, 
 from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
+NUM_TRIES = 4  # of reserving within the deadline
 
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
@@ -79,33 +81,42 @@ class RayResourcePool(ResourcePool):
 
 
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
-    """Reserve every pool, all of them or none, on nodes that have room for all at once.
+    """Reserve every pool that is not, all of them or none, on nodes that have room for all at once.
 
     Raises PlacementError with a table of requested against available resources if they cannot be had in time.
     """
+    pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
-    nodes = iter(wait_for_nodes(requests, timeout_s))
-    groups: dict[str, list[PlacementGroup]] = {pool.name: [] for pool in pools}
-    for pool in pools:
-        for index, num_processes in enumerate(pool.process_on_nodes):
-            group = placement_group(
-                bundles=[pool.bundle_resources()] * num_processes,
-                strategy="STRICT_PACK",
-                name=f"{pool.name}:{index}",
-                # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a larger one.
-                bundle_label_selector=[{"ray.io/node-id": next(nodes)}] * num_processes,
-            )
-            groups[pool.name].append(group)
-    everything = [group for its_groups in groups.values() for group in its_groups]
-    try:
-        ray.get([group.ready() for group in everything], timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError:
-        table = placement_table(requests)
-        for group in everything:
-            remove_placement_group(group)
-        raise PlacementError(f"the resource pools were not placed within {timeout_s:g} s\n{table}") from None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        nodes = iter(wait_for_nodes(requests, deadline - time.monotonic()))
+        groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
+        everything = [group for its_groups in groups.values() for group in its_groups]
+        try:
+            ray.get([group.ready() for group in everything], timeout=timeout_s / NUM_TRIES)
+            break
+        except ray.exceptions.GetTimeoutError:  # somebody else took a node at the same time
+            table = placement_table(requests)
+            for group in everything:
+                remove_placement_group(group)
+            if time.monotonic() > deadline:
+                raise PlacementError(f"the resource pools were not placed within {timeout_s:g} s\n{table}") from None
     for pool in pools:
         pool._placement_groups = groups[pool.name]
+
+
+def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
+    """A placement group for each node entry of the pool, on the next of the nodes."""
+    return [
+        placement_group(
+            bundles=[pool.bundle_resources()] * num_processes,
+            strategy="STRICT_PACK",
+            name=f"{pool.name}:{index}",
+            # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a larger one.
+            bundle_label_selector=[{"ray.io/node-id": next(nodes)}] * num_processes,
+        )
+        for index, num_processes in enumerate(pool.process_on_nodes)
+    ]
 
 
 @dataclass
@@ -119,7 +130,7 @@ class ResourcePoolManager:
     mapping: dict[str, str]
     use_gpu: bool = True
     max_colocate_count: int = 1
-    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict, init=False)
+    resource_pool_dict: dict[str, RayResourcePool] = field(init=False)
 
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
@@ -128,15 +139,14 @@ class ResourcePoolManager:
                     f"role {role} is mapped to pool {pool!r}, which is not in resource_pool_spec "
                     f"({sorted(self.resource_pool_spec)})"
                 )
-
-    def create_resource_pool(self) -> None:
-        """Make and reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster holds all."""
-        pools = {
+        self.resource_pool_dict = {
             name: RayResourcePool(processes, self.use_gpu, name, self.max_colocate_count)
             for name, processes in self.resource_pool_spec.items()
         }
-        reserve(list(pools.values()))
-        self.resource_pool_dict = pools
+
+    def create_resource_pool(self) -> None:
+        """Reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster holds all."""
+        reserve(list(self.resource_pool_dict.values()))
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
         if role not in self.mapping:

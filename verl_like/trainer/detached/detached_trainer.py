@@ -12,6 +12,7 @@ import ray
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.failure import WorkerDied
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
@@ -32,6 +33,7 @@ from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
+from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
@@ -52,6 +54,7 @@ class DetachedPPOTrainer:
         experience_maker_holder_name_list: the makers that get the weights.
         model_fn: the worker class of each role that is trained; by default those of the configuration.
         env_info: which of several trainers of the model this is, None for the only one.
+        pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
     def __init__(
@@ -60,11 +63,12 @@ class DetachedPPOTrainer:
         experience_maker_holder_name_list: Sequence[str],
         model_fn: ModelFn | None = None,
         env_info: JointTrainer | None = None,
+        pools: ResourcePoolManager | None = None,
     ) -> None:
         import_plugins(config.plugins)
         self.name = ray.get_runtime_context().get_actor_name()
         self.config, self.maker_names = trainer_config(config, self.name), experience_maker_holder_name_list
-        self.model_fn, self.env_info = model_fn, env_info
+        self.model_fn, self.env_info, self.pools = model_fn, env_info, pools
         self.index = 0 if env_info is None else env_info.index
         self.recorder = SideRecorder(self.name)
         self.metrics: deque[dict[str, Metric]] = deque()
@@ -120,12 +124,13 @@ class DetachedPPOTrainer:
         """Starts the workers and loads the models."""
         config = self.config
         mapping = dict((self.model_fn or trainer_models)(config))
-        pools = build_resource_pools(config, list(mapping))
-        self.groups, _ = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
+        pools = self.pools or build_resource_pools(config, list(mapping))
+        self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
         self.learner = Learner.of(config, self.groups, config.detached.max_staleness)
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         start_models(self.groups)
+        self.recorder.placement = placement_rows(placement)
 
     @ray.method(concurrency_group="buffer")
     def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:

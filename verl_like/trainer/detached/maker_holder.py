@@ -16,6 +16,7 @@ from verl_like.data.sampler import EpochSampler
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.failure import CallTimeout
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
 from verl_like.trainer.detached.ledger import Ticket
@@ -37,7 +38,7 @@ from verl_like.trainer.ppo_inputs import check_inputs, load_dataset
 from verl_like.trainer.ppo_trainer import get_trainer
 from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.roles import Role
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 
@@ -97,6 +98,7 @@ class ExperienceMakerHolder:
         detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
         model_fn: the worker class of each role that this maker runs; by default those of the configuration.
         validates: whether this maker validates, see `trainer.test_freq`.
+        pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
     def __init__(
@@ -105,12 +107,13 @@ class ExperienceMakerHolder:
         detached_trainer_name_list: Sequence[str],
         model_fn: ModelFn | None = None,
         validates: bool = False,
+        pools: ResourcePoolManager | None = None,
     ) -> None:
         import_plugins(config.plugins)
         self.name = ray.get_runtime_context().get_actor_name()
         self.config, self.trainer_names = maker_config(config, self.name), detached_trainer_name_list
         self.validates = validates
-        self.model_fn = model_fn
+        self.model_fn, self.pools = model_fn, pools
         self.recorder = SideRecorder(self.name)
         self.cleanup = contextlib.ExitStack()
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
@@ -132,7 +135,7 @@ class ExperienceMakerHolder:
             self.config,
             inputs.tokenizer,
             mapping,
-            build_resource_pools(self.config, list(mapping)),
+            self.pools or build_resource_pools(self.config, list(mapping)),
             inputs.train_dataset,
             inputs.val_dataset,
             inputs.scorer,
@@ -141,6 +144,7 @@ class ExperienceMakerHolder:
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         start_models(self.run.groups)
+        self.recorder.placement = placement_rows(self.run.placement)
         return PromptLoader(self.config, inputs.train_dataset)
 
     def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:

@@ -11,19 +11,22 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import remove_placement_group
 from torch.distributed import TCPStore
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
+from verl_like.single_controller.ray.resource_pool import reserve
 from verl_like.trainer.detached.config import (
     DetachedConfig,
     all_pools,
     maker_config,
     maker_names,
+    maker_roles,
+    trainer_config,
     trainer_names,
+    trainer_roles,
     updated,
 )
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
@@ -33,6 +36,7 @@ from verl_like.trainer.detached.side import LEDGER, SideReport, ask, side_died
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
+from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.worker_template import WorkerTemplate
@@ -95,6 +99,9 @@ class DetachedRun:
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config, self.recorder = config, recorder
         self.maker_names, self.trainer_names = maker_names(config), trainer_names(config)
+        makers = {name: (maker_config(config, name), maker_roles(config)) for name in self.maker_names}
+        trainers = {name: (trainer_config(config, name), trainer_roles(config)) for name in self.trainer_names}
+        self.pools = {name: build_resource_pools(*side) for name, side in (trainers | makers).items()}
         self.actors: dict[str, Any] = {}
         self.loops: dict[str, Any] = {}
         """The reference to each maker's and trainer's loop, as long as it runs."""
@@ -111,6 +118,8 @@ class DetachedRun:
         config, detached = self.config, self.config.detached
         steps = config.trainer.total_training_steps
         assert steps is not None  # filled in when the inputs were checked
+        # Together, because one side could take the only node that has room for another.
+        reserve([pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()])
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
             num_steps=steps,
@@ -126,7 +135,9 @@ class DetachedRun:
             self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         for index, name in enumerate(self.trainer_names):
             env_info = JointTrainer(index, count, host, self.store.port) if count > 1 else None
-            actor = trainer_class.options(name=name, num_cpus=0).remote(config, self.maker_names, env_info=env_info)
+            actor = trainer_class.options(name=name, num_cpus=0).remote(
+                config, self.maker_names, env_info=env_info, pools=self.pools[name]
+            )
             self.actors[name] = actor
             self.loops[name] = actor.fit.remote(steps, detached.update_steps)
         for name in self.maker_names:
@@ -136,7 +147,10 @@ class DetachedRun:
         """Starts a maker and its loop; the first one validates."""
         validates = name == self.maker_names[0]
         maker_class: Any = ExperienceMakerHolder
-        actor = maker_class.options(name=name, num_cpus=0).remote(self.config, self.trainer_names, validates=validates)
+        self.pools[name].create_resource_pool()
+        actor = maker_class.options(name=name, num_cpus=0).remote(
+            self.config, self.trainer_names, validates=validates, pools=self.pools[name]
+        )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()
 
@@ -178,6 +192,10 @@ class DetachedRun:
             self.failed(name, error)
             return
         self.reports[name] = report
+        placement = [row for each in self.reports.values() for row in each.placement]
+        is_placed = len(self.reports) == len(self.pools) and all(each.placement for each in self.reports.values())
+        if is_placed and placement != self.recorder.placement:
+            self.recorder.show_placement(placement)
         for event in report.events:
             self.recorder.timeline.record(event)
         for step, metrics in report.rows:
@@ -241,12 +259,10 @@ class DetachedRun:
         self.start_maker(name)
 
     def remove(self, name: str) -> None:
-        """Stops what is left of a maker and frees its pools, which Ray would free later."""
+        """Stops what is left of a maker, and by freeing its pools its workers, which Ray would stop later."""
         ray.kill(self.actors[name])
-        for pool, sizes in maker_config(self.config, name).resource_pool_spec.items():
-            for index in range(len(sizes)):
-                with contextlib.suppress(ValueError):  # it was not reserved yet
-                    remove_placement_group(ray.util.get_placement_group(f"{pool}:{index}"))
+        for pool in self.pools[name].resource_pool_dict.values():
+            pool.release()
         deadline = time.monotonic() + ANSWER_S
         with contextlib.suppress(ValueError):  # there is no actor of this name any more
             while ray.get_actor(name):

@@ -88,6 +88,8 @@ class SideReport:
     """What the side does, or what it waits for and since when."""
     waited_s: float
     """Seconds so far in which it waited for other sides."""
+    placement: Sequence[dict[str, str]]
+    """Where its workers are, see `placement_rows`; empty until they have started."""
     node: str
     pid: int
 
@@ -101,6 +103,7 @@ class SideRecorder:
     rows: deque[tuple[int, Mapping[str, Metric]]] = field(default_factory=deque)
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the driver so far."""
+    placement: list[dict[str, str]] = field(default_factory=list)
     status: str = "starting"
     since: float = field(default_factory=time.time)
     waited_s: float = 0.0
@@ -132,7 +135,8 @@ class SideRecorder:
         events = [self.events.popleft() for _ in range(len(self.events))]
         rows = [self.rows.popleft() for _ in range(len(self.rows))]
         status = f"{self.name}: {self.status} for {time.time() - self.since:.0f} s"
-        return SideReport(events, rows, status, self.waited_s, ray.util.get_node_ip_address(), os.getpid())
+        node = ray.util.get_node_ip_address()
+        return SideReport(events, rows, status, self.waited_s, self.placement, node, os.getpid())
 
 
 def side_named(name: str) -> Any:
