@@ -15,6 +15,8 @@ from verl_like.trainer.main_ppo import WORKERS
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof, pytest.mark.timeout(1200)]
 WANTED = 0.95
+BYPASS = ["algorithm.rollout_correction.bypass_mode=true"]
+WEIGHTED = ["algorithm.rollout_correction.bypass_mode=false", "algorithm.rollout_correction.rollout_is=token"]
 
 
 def first_step_with_accuracy(rows: list[dict]) -> int | None:
@@ -24,21 +26,26 @@ def first_step_with_accuracy(rows: list[dict]) -> int | None:
 @pytest.fixture(scope="module")
 def synchronous_steps(tmp_path_factory: pytest.TempPathFactory) -> int:
     """Training steps after which the synchronous run has the accuracy."""
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    rows = train(tmp_path_factory.mktemp("synchronous"), 1, 24, "trainer.test_freq=2", bypass, example=GRPO)
+    rows = train(tmp_path_factory.mktemp("synchronous"), 1, 24, "trainer.test_freq=2", *BYPASS, example=GRPO)
     steps = first_step_with_accuracy(rows)
     assert steps is not None
     return steps
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize(("makers", "trainers"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("makers", "trainers", "staleness", "correction"),
+    [
+        *((*sides, staleness, BYPASS) for sides in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2)) for staleness in (0, 1)),
+        (1, 1, 1, WEIGHTED),
+    ],
+)
 def test_makers_and_trainers_reach_the_accuracy_with_at_most_half_as_many_samples_more(
     tmp_path: Path,
     synchronous_steps: int,
     makers: int,
     trainers: int,
     staleness: int,
+    correction: list[str],
     record_property: Callable[[str, object], None],
 ):
     world, steps = ROOT / ".toy_world", synchronous_steps * 3 // 2
@@ -53,6 +60,7 @@ def test_makers_and_trainers_reach_the_accuracy_with_at_most_half_as_many_sample
         f"detached.num_makers={makers}",
         f"detached.num_trainers={trainers}",
         f"detached.max_staleness={staleness}",
+        *correction,
     ]
     config = load_config(DetachedConfig, broken_detached_rules, settings, "toy", str(ROOT / "examples/detached/config"))
     assert run_detached(config, worker_template.start(WORKERS)) == 0

@@ -152,6 +152,7 @@ class Run:
                     row.score += weight * row.scores[name]
             for name in world.SHIFTS.keys() & row.known.keys():
                 row.known[name] += torch.tensor([world.shift(name, row.number, t) for t in row.positions])
+            row.known["rollout_log_probs"] = row.rollout
             if self.settings[corrections.BYPASS]:
                 row.known["old_log_probs"] = row.rollout
 
@@ -248,6 +249,7 @@ class Run:
             told.add("actor/pg_clipfrac", (ratio.clamp(1 - low, 1 + high) * advantage < ratio * advantage).double())
             told.add("actor/pg_clipfrac_lower", is_bounded.double())
             told.add("actor/ppo_kl", (old - log_prob).detach())
+            told.add("actor/rollout_kl", (row.known["rollout_log_probs"] - log_prob).detach())
             if "old_log_probs" not in row.known:
                 told.add("actor/entropy", entropy.detach())
                 told.differences.append((row.rollout.exp() - log_prob.detach().exp()).abs())
@@ -360,6 +362,9 @@ class Learner:
         metrics |= {f"{self.role}/lr": self.lr, f"{self.role}/skipped_steps": 0}
         for name in told[0].tokens:
             metrics[name] = float(torch.cat([part for one in told for part in one.tokens[name]]).mean())
+        if "actor/rollout_kl" in told[0].tokens:
+            ratios = torch.cat([(-part).exp() for one in told for part in one.tokens["actor/rollout_kl"]])
+            metrics["actor/eff_sample_size"] = float(ratios.sum() ** 2 / ratios.square().sum() / len(ratios))
         for name in told[0].means:
             metrics[name] = float(torch.stack([one.means[name].detach() for one in told]).mean())
         if told[0].differences:

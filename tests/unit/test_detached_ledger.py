@@ -152,6 +152,20 @@ def test_routing_is_in_turn_or_to_the_emptiest_buffer():
     assert given("least_loaded") == [0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], "6 for each is the most at version 0"
 
 
+def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_for_newer_weights():
+    ledger = PromptLedger(num_steps=9, batch_size=4, num_trainers=2, max_staleness=3, min_effective_sample_size=0.6)
+    tickets = ledger.take("maker", 0, 6)
+    deliver(ledger, "maker", tickets, 0)
+    assert not ledger.trained(ledger.choose(0, 0, 2), 0, 0.6)
+    assert ledger.trained(ledger.choose(1, 0, 2), 0, 0.5)
+    assert ledger.take("maker", 0, 99) == [], "without the brake 16 might have been started with the first weights"
+    assert len(ledger.take("maker", 1, 99)) == 2, "8 in all: as without staleness"
+    deliver(ledger, "maker", [Ticket(6, 0, 0), Ticket(7, 0, 1)], 1)
+    assert ledger.trained(ledger.choose(0, 1, 2), 1, 0.9), "the other trainer's last step counts too"
+    assert not ledger.trained(ledger.choose(1, 1, 2), 1, 0.9)
+    assert len(ledger.take("maker", 1, 99)) == 12, "4 * (1 + 3 + 1) in all"
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="7 prompts of a step do not divide among 2 trainers"):
         PromptLedger(num_steps=1, batch_size=7, num_trainers=2)
@@ -179,6 +193,7 @@ class World:
     staleness: int
     makers: list[Maker]
     version: int = 0
+    update_steps: int = 1
     taken: list[list[int]] = field(default_factory=list)
     age: dict[int, int] = field(default_factory=dict)
     """Version of the oldest token of each prompt that was kept."""
@@ -187,13 +202,13 @@ class World:
     """Makers that were given up and still deliver."""
 
     def maker_acts(self, maker: Maker) -> None:
-        dice, ledger = self.dice, self.ledger
+        dice, ledger, pushed = self.dice, self.ledger, self.version // self.update_steps * self.update_steps
         if dice.random() < 0.2:
-            maker.version = dice.randint(maker.version, self.version)
+            maker.version = dice.choice(range(maker.version, pushed + 1, self.update_steps))
         if dice.random() < 0.5 and maker not in self.ghosts:
             started = ledger.take(maker.name, maker.version, dice.randint(1, 5)) or []
             # The first token may be drawn after weights were loaded in between.
-            maker.held += [(ticket, dice.choice([maker.version, maker.version, self.version])) for ticket in started]
+            maker.held += [(ticket, dice.choice([maker.version, maker.version, pushed])) for ticket in started]
         dice.shuffle(maker.held)
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()
@@ -217,7 +232,7 @@ class World:
             self.taken[trainer] += numbers
         if all(len(numbers) == self.share for numbers in self.taken):
             for numbers in self.taken:
-                self.ledger.trained(numbers, self.version)
+                self.ledger.trained(numbers, self.version, self.dice.random())
                 self.trained += numbers
             self.taken = [[] for _ in self.taken]
             self.version += 1
@@ -227,6 +242,7 @@ class World:
 def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_sums_agree(seed: int):
     dice = random.Random(seed)
     num_trainers, share, staleness, num_steps = dice.randint(1, 3), dice.randint(1, 7), dice.randint(0, 3), 9
+    update_steps = dice.randint(1, staleness + 1)
     ledger = PromptLedger(
         num_steps=num_steps,
         batch_size=num_trainers * share,
@@ -234,9 +250,11 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
         max_staleness=staleness,
         routing=dice.choice(["round_robin", "least_loaded"]),
         max_attempts=dice.randint(1, 3),
+        update_steps=update_steps,
+        min_effective_sample_size=dice.choice([0.0, 0.3, 1.0]),
     )
     makers = [Maker(f"maker {index}", dice.choice([0.05, 0.4, 0.9]), 0) for index in range(dice.randint(1, 4))]
-    world = World(dice, ledger, share, staleness, makers, taken=[[] for _ in range(num_trainers)])
+    world = World(dice, ledger, share, staleness, makers, update_steps=update_steps, taken=[[] for _ in range(num_trainers)])
     for _ in range(20_000):
         if world.version == num_steps:
             break

@@ -24,7 +24,11 @@ class Update:
 
     def get(self) -> dict[str, Metric]:
         """Waits for the updates; returns their metrics and `metrics`."""
-        return merge_metrics([self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
+        metrics = merge_metrics([self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
+        if ratio := metrics.pop("actor/rollout_ratio", None):
+            size = ratio.value**2 / metrics.pop("actor/rollout_ratio_square").value
+            metrics["actor/eff_sample_size"] = Metric.mean(size, ratio.weight)
+        return metrics
 
 
 @dataclass(kw_only=True)
@@ -87,6 +91,10 @@ class Learner:
         return {
             "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=len(batch)),
             "training/staleness/max": Metric.max(staleness_B.max()),
+        } | {
+            f"training/staleness/share_{steps}": Metric.mean((staleness_B == steps).mean(), weight=len(batch))
+            for steps in range(self.max_staleness + 1)
+            if self.max_staleness
         }
 
     def export_weights(self) -> Weights:

@@ -137,6 +137,13 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         metrics["actor/pg_loss"] = DeviceMetric.sum(loss, mini_batch.share)
         if "old_log_probs" not in micro:  # otherwise `compute_log_prob` and the driver report these
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
+        if "rollout_log_probs" in micro:
+            log_ratio_BR = zero_masked(log_prob_BR.detach() - micro["rollout_log_probs"], mask_BR)
+            ratio_BR = zero_masked(log_ratio_BR.clamp(-20.0, 20.0).exp(), mask_BR)
+            metrics["actor/rollout_kl"] = token_mean(-log_ratio_BR.sum())
+            # The driver makes the effective sample size of both means, which unlike it merge exactly.
+            metrics["actor/rollout_ratio"] = token_mean(ratio_BR.sum())
+            metrics["actor/rollout_ratio_square"] = token_mean(ratio_BR.square().sum())
         if "old_log_probs" not in micro and "rollout_log_probs" in micro:
             difference_BR = zero_masked(micro["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
             metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())

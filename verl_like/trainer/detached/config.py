@@ -29,6 +29,9 @@ class DetachedBlock(ConfigModel):
     """PROMPTS that a maker takes at a time; null means an equal part of data.train_batch_size for each maker."""
     update_steps: PositiveInt = 1
     """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
+    min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers start nothing that
+    would be older than update_steps - 1, until a step is above it again; 0 never brakes."""
     routing: Literal["round_robin", "least_loaded"] = "round_robin"
     """Which trainer the samples of the next prompt go to: each in turn, or the one with the fewest."""
     max_attempts: PositiveInt = 3
@@ -75,6 +78,12 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
             f"detached.max_staleness={detached.max_staleness}: makers would wait for weights for ever; set it to at "
             f"most {detached.max_staleness + 1}"
+        )
+    if detached.min_effective_sample_size and detached.update_steps == detached.max_staleness + 1:
+        yield (
+            f"detached.min_effective_sample_size={detached.min_effective_sample_size} has no effect: makers cannot wait "
+            f"for newer weights than with detached.max_staleness={detached.max_staleness} and detached.update_steps="
+            f"{detached.update_steps}; set it to 0, or max_staleness higher"
         )
     trained = {config.role_mapping[role] for role in config.active_roles if role in TRAINED}
     shared = {role for role in config.active_roles if role not in TRAINED and config.role_mapping[role] in trained}

@@ -103,8 +103,11 @@ class DetachedPPOTrainer:
                 work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
                 update = self.learner.learn(Experience(batch, work, {}))
                 metrics = [batch_metrics(batch, data.max_prompt_length, data.max_response_length)]
-                metrics += [*made, update.get()]
-            self.ledger.trained(numbers, version)
+                updated_metrics = update.get()
+            # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
+            size = updated_metrics.get("actor/eff_sample_size", Metric.mean(1.0)).value
+            is_braking = self.ledger.trained(numbers, version, size)
+            metrics += [*made, updated_metrics, {"detached/brake": Metric.max(is_braking)}]
             if step % update_steps == 0 or step == total_steps:
                 with self.recorder.timer("export_weights"):
                     self.push()

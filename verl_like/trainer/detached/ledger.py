@@ -45,6 +45,11 @@ class PromptLedger:
     no more of them than the steps up to d have places for, which the earliest due first always achieves. Nobody waits
     for ever: what `choose` waits for is with a maker, and one with the weights of version v may start (v + 1) * b.
 
+    The brake: while the effective sample size of any trainer's last step is below the limit, S in the rule for tickets
+    is u - 1 with u = update_steps, so that makers wait for newer weights. Still nobody waits for ever: the push of
+    version v is followed by that of v + u at the latest, which needs (v + u) * b groups, and as many may be started
+    with version v.
+
     Methods neither wait nor call anything. Prompts whose maker is lost come first when tickets are given out again.
 
     Args:
@@ -55,6 +60,8 @@ class PromptLedger:
         routing: which trainer a ticket is for, of those with room: `round_robin` the one that was given the fewest,
             `least_loaded` the one in whose buffer the fewest groups wait.
         max_attempts: how often a prompt is given out before it is dropped with the reason `maker_lost`.
+        update_steps: training steps between two pushes of the weights, at most max_staleness + 1.
+        min_effective_sample_size: a share, below which the brake holds; 0 is never.
     """
 
     def __init__(
@@ -66,6 +73,8 @@ class PromptLedger:
         max_staleness: int = 0,
         routing: Literal["round_robin", "least_loaded"] = "round_robin",
         max_attempts: int = 3,
+        update_steps: int = 1,
+        min_effective_sample_size: float = 0.0,
     ) -> None:
         if batch_size % num_trainers:
             raise ValueError(
@@ -79,6 +88,8 @@ class PromptLedger:
         self.num_steps, self.max_staleness, self.max_attempts = num_steps, max_staleness, max_attempts
         self.share = batch_size // num_trainers
         self.routing = routing
+        self.update_steps, self.min_effective_sample_size = update_steps, min_effective_sample_size
+        self._effective_sample_sizes = [1.0] * num_trainers  # in the last step of each trainer
         self._open: dict[int, _Open] = {}
         self._again: list[tuple[int, int]] = []  # a heap of (number, attempt)
         self._next_number = 0
@@ -87,6 +98,11 @@ class PromptLedger:
         # Of each trainer: groups trained or open, in its buffer, taken, trained.
         self._live, self._buffered, self._taken, self._trained = ([0] * num_trainers for _ in range(4))
 
+    @property
+    def is_braking(self) -> bool:
+        """Whether makers wait for newer weights than `max_staleness` alone asks for."""
+        return any(size < self.min_effective_sample_size for size in self._effective_sample_sizes)
+
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
         """At most `limit` tickets that `maker` may start now with weights of `version`.
 
@@ -94,7 +110,8 @@ class PromptLedger:
         """
         if min(self._trained) == self.num_steps * self.share:
             return None
-        allowed = min(version + self.max_staleness + 1, self.num_steps) * self.share
+        ahead = self.update_steps if self.is_braking else self.max_staleness + 1
+        allowed = min(version + ahead, self.num_steps) * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
             free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
@@ -174,12 +191,14 @@ class PromptLedger:
         self._buffered[trainer] -= num_groups
         return sorted(numbers)
 
-    def trained(self, numbers: Sequence[int], version: int) -> None:
-        """The step after `version` has trained these groups, which `choose` gave to it."""
+    def trained(self, numbers: Sequence[int], version: int, effective_sample_size: float = 1.0) -> bool:
+        """The step after `version` has trained these groups, which `choose` gave to it; returns `is_braking`."""
         for number in numbers:
             entry = self._open.pop(number)
             assert entry.taken_at == version, (number, entry, version)
             self._trained[entry.trainer] += 1
+            self._effective_sample_sizes[entry.trainer] = effective_sample_size
+        return self.is_braking
 
     def holders(self, trainer: int) -> dict[str, list[int]]:
         """The numbers that the trainer's makers have in flight, by the maker's name."""

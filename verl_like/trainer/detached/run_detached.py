@@ -128,6 +128,8 @@ class DetachedRun:
             max_staleness=detached.max_staleness,
             routing=detached.routing,
             max_attempts=detached.max_attempts,
+            update_steps=detached.update_steps,
+            min_effective_sample_size=detached.min_effective_sample_size,
         )
         trainer_class: Any = DetachedPPOTrainer
         host, count = ray.util.get_node_ip_address(), detached.num_trainers
