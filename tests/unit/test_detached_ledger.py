@@ -254,7 +254,8 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
         min_effective_sample_size=dice.choice([0.0, 0.3, 1.0]),
     )
     makers = [Maker(f"maker {index}", dice.choice([0.05, 0.4, 0.9]), 0) for index in range(dice.randint(1, 4))]
-    world = World(dice, ledger, share, staleness, makers, update_steps=update_steps, taken=[[] for _ in range(num_trainers)])
+    world = World(dice, ledger, share, staleness, makers, update_steps=update_steps)
+    world.taken = [[] for _ in range(num_trainers)]
     for _ in range(20_000):
         if world.version == num_steps:
             break

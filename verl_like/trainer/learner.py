@@ -25,8 +25,8 @@ class Update:
     def get(self) -> dict[str, Metric]:
         """Waits for the updates; returns their metrics and `metrics`."""
         metrics = merge_metrics([self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
-        if ratio := metrics.pop("actor/rollout_ratio", None):
-            size = ratio.value**2 / metrics.pop("actor/rollout_ratio_square").value
+        if ratio := metrics.get("actor/rollout_ratio"):
+            size = ratio.value**2 / metrics["actor/rollout_ratio_square"].value
             metrics["actor/eff_sample_size"] = Metric.mean(size, ratio.weight)
         return metrics
 

@@ -141,7 +141,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             log_ratio_BR = zero_masked(log_prob_BR.detach() - micro["rollout_log_probs"], mask_BR)
             ratio_BR = zero_masked(log_ratio_BR.clamp(-20.0, 20.0).exp(), mask_BR)
             metrics["actor/rollout_kl"] = token_mean(-log_ratio_BR.sum())
-            # The driver makes the effective sample size of both means, which unlike it merge exactly.
+            # The driver makes the effective sample size of these two, which unlike it merge exactly.
             metrics["actor/rollout_ratio"] = token_mean(ratio_BR.sum())
             metrics["actor/rollout_ratio_square"] = token_mean(ratio_BR.square().sum())
         if "old_log_probs" not in micro and "rollout_log_probs" in micro:

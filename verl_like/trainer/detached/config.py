@@ -81,9 +81,9 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         )
     if detached.min_effective_sample_size and detached.update_steps == detached.max_staleness + 1:
         yield (
-            f"detached.min_effective_sample_size={detached.min_effective_sample_size} has no effect: makers cannot wait "
-            f"for newer weights than with detached.max_staleness={detached.max_staleness} and detached.update_steps="
-            f"{detached.update_steps}; set it to 0, or max_staleness higher"
+            f"detached.min_effective_sample_size={detached.min_effective_sample_size} has no effect: with "
+            f"detached.max_staleness={detached.max_staleness} and detached.update_steps={detached.update_steps} makers "
+            "wait for the newest weights anyway; set it to 0, or max_staleness higher"
         )
     trained = {config.role_mapping[role] for role in config.active_roles if role in TRAINED}
     shared = {role for role in config.active_roles if role not in TRAINED and config.role_mapping[role] in trained}
