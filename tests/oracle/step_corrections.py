@@ -29,6 +29,23 @@ def correct(rows: list[Any], settings: dict[str, object]) -> dict[str, float]:
     return metrics
 
 
+def of_update(log_ratio: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an optimizer step tells of each token, from the policy's log-probability minus the rollout's."""
+    return {
+        "actor/rollout_kl": -log_ratio,
+        "actor/rollout_ratio": log_ratio.exp(),
+        "actor/rollout_ratio_square": (2 * log_ratio).exp(),
+    }
+
+
+def effective_sample_size(ratios: list[list[torch.Tensor]]) -> dict[str, float]:
+    """Kish's effective sample size of the weights of all tokens of all optimizer steps, as a share of them."""
+    weights = [float(weight) for of_step in ratios for of_row in of_step for weight in of_row]
+    if not weights:
+        return {}
+    return {"actor/eff_sample_size": sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)}
+
+
 def drift_metrics(rows: list[Any]) -> dict[str, float]:
     """How far the trainer's log-probabilities are from the rollout's."""
     log_ratios = [row.known["old_log_probs"] - row.rollout for row in rows]

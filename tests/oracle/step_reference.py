@@ -249,10 +249,8 @@ class Run:
             told.add("actor/pg_clipfrac", (ratio.clamp(1 - low, 1 + high) * advantage < ratio * advantage).double())
             told.add("actor/pg_clipfrac_lower", is_bounded.double())
             told.add("actor/ppo_kl", (old - log_prob).detach())
-            log_ratio = (log_prob - row.known["rollout_log_probs"]).detach()
-            told.add("actor/rollout_kl", -log_ratio)
-            told.add("actor/rollout_ratio", log_ratio.exp())
-            told.add("actor/rollout_ratio_square", (2 * log_ratio).exp())
+            for name, of_tokens in corrections.of_update((log_prob - row.known["rollout_log_probs"]).detach()).items():
+                told.add(name, of_tokens)
             if "old_log_probs" not in row.known:
                 told.add("actor/entropy", entropy.detach())
                 told.differences.append((row.rollout.exp() - log_prob.detach().exp()).abs())
@@ -365,9 +363,7 @@ class Learner:
         metrics |= {f"{self.role}/lr": self.lr, f"{self.role}/skipped_steps": 0}
         for name in told[0].tokens:
             metrics[name] = float(torch.cat([part for one in told for part in one.tokens[name]]).mean())
-        if "actor/rollout_ratio" in told[0].tokens:
-            ratios = torch.cat([part for one in told for part in one.tokens["actor/rollout_ratio"]])
-            metrics["actor/eff_sample_size"] = float(ratios.sum() ** 2 / ratios.square().sum() / len(ratios))
+        metrics |= corrections.effective_sample_size([one.tokens.get("actor/rollout_ratio", []) for one in told])
         for name in told[0].means:
             metrics[name] = float(torch.stack([one.means[name].detach() for one in told]).mean())
         if told[0].differences:
