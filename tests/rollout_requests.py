@@ -121,6 +121,19 @@ def load_swapped(engine: RolloutEngine, exports: list[WeightExport], first: str,
     )
 
 
+def load_corrupted(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:
+    """New weights, with another last bit of the first number of the parameter `name`, which begins a bucket."""
+
+    def corrupted(bucket: WeightBucket) -> WeightBucket:
+        if bucket.names[0] != name:
+            return bucket
+        data = bucket.data.copy()
+        data[0] ^= 1
+        return replace(bucket, data=data)
+
+    return load_changed(engine, exports, corrupted)
+
+
 def load_torn(engine: RolloutEngine, exports: list[WeightExport], num_loaded: int) -> Any:
     """New weights, of which the engine finds only this number of buckets."""
 

@@ -166,12 +166,16 @@ def prompt_batch(
 
 
 def export(
-    model: LlamaForCausalLM, version: int, world_size: int = 2, bucket_bytes: int = 1 << 14
+    model: LlamaForCausalLM,
+    version: int,
+    world_size: int = 2,
+    bucket_bytes: int = 1 << 14,
+    dtype: torch.dtype = torch.float32,
 ) -> list[WeightExport]:
     return [
         collect_weights(
             model.named_parameters(),
-            dtype=torch.float32,
+            dtype=dtype,
             rank=rank,
             world_size=world_size,
             version=version,

@@ -303,7 +303,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     "trust": [
         f"{model}.trust_remote_code" for model in ("actor_rollout_ref.model", "critic.model", "reward_model.model")
     ],
-    "precision": [*PRECISION, f"{ROLLOUT}.dtype"],
+    "precision": [*PRECISION, f"{ROLLOUT}.dtype", f"{ROLLOUT}.quantization"],
     "compiled": ["actor_rollout_ref.model.use_torch_compile", "critic.model.use_torch_compile"],
     "sampling": [
         *(f"{ROLLOUT}.{name}" for name in ("top_k", "top_p", "ignore_eos")),

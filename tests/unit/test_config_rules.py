@@ -372,6 +372,20 @@ def test_generation_ahead_needs_a_pool_of_its_own_and_a_correction():
     refusal("trainer.pipeline_depth=2", corrected, *own_pool)
 
 
+def test_a_quantised_engine_is_vllm_with_a_form_that_takes_updates_and_a_correction():
+    engine = "actor_rollout_ref.rollout"
+    fp8, corrected = f"{engine}.quantization=fp8_per_channel", "algorithm.rollout_correction.rollout_is=token"
+    assert small(fp8, corrected).actor_rollout_ref.rollout.quantization == "fp8_per_channel"
+    assert small(fp8, "algorithm.rollout_correction.bypass_mode=true")
+    assert "quantization=fp8_per_channel draws responses from another distribution" in refusal(fp8)
+    assert "does not quantise actor_rollout_ref.rollout.dtype=float32" in refusal(
+        fp8, corrected, f"{engine}.dtype=fp32"
+    )
+    assert "is of vLLM, but actor_rollout_ref.rollout.name=hf" in refusal(fp8, corrected, f"{engine}.name=hf")
+    for other in ("int8_per_channel_weight_only", "compressed-tensors", "fp8"):
+        assert "only fp8_per_channel takes new weights" in refusal(f"{engine}.quantization={other}", corrected)
+
+
 def test_critic_warm_up_needs_a_critic_and_ends_before_the_run():
     grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     assert "has no critic" in refusal(*grpo, "trainer.critic_warmup=1")

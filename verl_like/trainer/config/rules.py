@@ -267,6 +267,22 @@ def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Ite
         )
 
 
+def a_quantised_engine_is_corrected(config: PPOConfig) -> Iterator[str]:
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    if rollout.quantization is None:
+        return
+    key = f"actor_rollout_ref.rollout.quantization={rollout.quantization}"
+    if rollout.name == "hf":
+        yield f"{key} is of vLLM, but actor_rollout_ref.rollout.name=hf; set name=vllm, or quantization=null"
+    if rollout.dtype == "float32":
+        yield f"{key}: vLLM does not quantise actor_rollout_ref.rollout.dtype=float32; set bfloat16 or float16"
+    if not (correction.rollout_is or correction.bypass_mode):
+        yield (
+            f"{key} draws responses from another distribution than the trainer's, and nothing accounts for the "
+            "difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+        )
+
+
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if warmup and not config.needs_critic:
@@ -304,6 +320,7 @@ OTHER_RULES = (
     the_estimator_reads_the_sum_that_a_penalty_is_in,
     bypass_leaves_out_nothing_that_is_needed,
     generation_ahead_has_its_own_pool_and_a_correction,
+    a_quantised_engine_is_corrected,
     critic_warmup_leaves_steps_for_the_actor,
     reward_settings_have_a_model_or_a_function,
     loggers_are_named_once,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
 from verl_like.workers.config.models import RolloutDtype
@@ -57,6 +57,9 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """Generate response_length tokens even after the end-of-sequence token; for measuring speed."""
     dtype: RolloutDtype = "bfloat16"
     """Data type of the engine's weights: bfloat16, float16 or float32 (fp32, bf16 and fp16 mean the same)."""
+    quantization: Literal["fp8_per_channel"] | None = None
+    """What vLLM makes of the weights of linear layers as they arrive: fp8_per_channel (float8, a scale for each output
+    channel, and for each token of what goes in), or null, which leaves them as they are."""
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that share one engine. It divides the number of processes of the rollout's pool."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -76,3 +79,13 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """Keys and values of unfinished responses when new weights arrive: computed again with them, or kept."""
     val_kwargs: SamplingConfig = SamplingConfig()
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def quantised_weights_can_be_updated(cls, value: object) -> object:
+        if value not in (None, "fp8_per_channel"):
+            raise ValueError(
+                "only fp8_per_channel takes new weights: on a CPU vLLM computes NaN with int8 after an update, and "
+                "other forms do not start or leave linear layers as they are; set fp8_per_channel or null"
+            )
+        return value

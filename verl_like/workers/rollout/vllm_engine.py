@@ -69,6 +69,7 @@ class VllmEngine(RolloutEngine):
             generation_config="vllm",  # no sampling default of the model's own
             load_format="dummy",
             dtype=config.dtype,
+            quantization=config.quantization,
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
             distributed_executor_backend=executor,

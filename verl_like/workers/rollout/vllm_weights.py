@@ -36,9 +36,10 @@ class StagedUpdate(WeightTransferUpdateInfo):
 class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate]):
     """Loads staged updates into one process's model, whose parameters are Hugging Face's fused, sharded, or packed.
 
-    The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original.
-    So these fingerprints are taken after the layer was loaded and before it is packed. On CUDA the kernels read the
-    parameters themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the end counts.
+    The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
+    and `rollout.quantization` rounds them. So these fingerprints are taken after the layer was loaded and before that.
+    Otherwise CUDA's kernels read the parameters themselves, and vLLM loads into a copy of them: there only what lies in
+    the parameters in the end counts.
     """
 
     init_info_cls = WeightTransferInitInfo
@@ -49,8 +50,9 @@ class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate])
         super().__init__(*args)
         self._sources: dict[str, list[tuple[str, torch.Size]]] = {}
         self._before_packing: dict[str, dict[str, int] | None] = {}
+        is_changed = self.device.type == "cpu" or self.model_config.quantization is not None
         for name, module in self.model.named_modules():
-            if self.device.type == "cpu" and isinstance(module, LinearBase):
+            if is_changed and isinstance(module, LinearBase):
                 method: Any = module.quant_method
                 method.process_weights_after_loading = self._fingerprint_then(
                     name, method.process_weights_after_loading
@@ -58,9 +60,12 @@ class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate])
 
     def _fingerprint_then(self, module_name: str, pack: Callable[[Any], None]) -> Callable[[Any], None]:
         def fingerprint_then_pack(layer: Any) -> None:
-            for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
-                self._before_packing[name] = self._fingerprints_of(name, parameter)
+            loaded = dict(layer.named_parameters(prefix=module_name, recurse=False))
+            found = {name: self._fingerprints_of(name, parameter) for name, parameter in loaded.items()}
             pack(layer)
+            for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
+                if parameter is not loaded.get(name):
+                    self._before_packing[name] = found.get(name, {})  # scales are vLLM's own
 
         return fingerprint_then_pack
 
@@ -119,8 +124,8 @@ class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate])
         """
         totals = {hf_name: 0 for sources in self._sources.values() for hf_name, _ in sources}
         for name, parameter in self.model.named_parameters():  # lists tied parameters once
-            packed = parameter.numel() == 0
-            found = self._before_packing.get(name) if packed else self._fingerprints_of(name, parameter)
+            is_packed = name in self._before_packing
+            found = self._before_packing[name] if is_packed else self._fingerprints_of(name, parameter)
             if found is None:
                 raise WeightSyncError(
                     f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) cannot be checked: it "
