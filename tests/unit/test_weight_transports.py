@@ -218,7 +218,11 @@ def test_gloo_brings_every_bucket_once_to_each_node_of_every_rollout_group() -> 
                 assert len(node) == exports[0].num_buckets and same_node in (node, other_node) and node != other_node
         latest = trainer.ask(4)
         store = dist.TCPStore(*latest[0].address, is_master=False)
-        store.set(f"request/{store.add('requests', 1)}", json.dumps(["of a receiver that has died", 4, 1]))
+        request = json.dumps(["of a receiver that has died", "its group", 4, 1, 1])
+        store.set(f"request/{store.add('requests', 1)}", request)
+        groups[0].connections[2].send(None)  # it ends; the next in its place cannot use what the others have kept
+        next_one = Group(roll_out, [port], [2], [0])
+        groups[0].connections[2:], groups[0].processes[2:] = next_one.connections, next_one.processes
         assert all(type(paths) is list for paths in groups[0].ask(latest))
         message = "Version 3 of the weights was asked for, but the trainer has 4 by now."
         assert groups[1].ask(exports) == [message] * 3

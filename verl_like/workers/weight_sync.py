@@ -200,13 +200,14 @@ def _pack_bucket(
     tensors: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]],
     allocate: Callable[[int, bool], np.ndarray],
 ) -> WeightBucket:
-    pieces = [tensor.contiguous().view(-1).view(torch.uint8) for _, _, tensor in tensors if tensor is not None]
+    pieces = [tensor.reshape(-1) for _, _, tensor in tensors if tensor is not None]
     assert len(pieces) == len(tensors), "a bucket of another rank has no values here"
     on_gpu = pieces[0].is_cuda
+    sizes = [piece.numel() for piece in pieces]
     # Always a copy: the trainer goes on writing into its parameters. Pinned, so that copies queue and are awaited once.
-    data = allocate(sum(piece.numel() for piece in pieces), on_gpu)
-    for place, piece in zip(torch.from_numpy(data).split([piece.numel() for piece in pieces]), pieces, strict=True):
-        place.copy_(piece, non_blocking=True)
+    data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
+    places = torch.from_numpy(data).view(pieces[0].dtype).split(sizes)
+    torch._foreach_copy_(places, pieces, non_blocking=True)  # a call for all, because a model has thousands
     if on_gpu:
         torch.cuda.synchronize()
     return WeightBucket(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import mmap
 import os
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,8 +24,8 @@ from verl_like.workers.weight_transfer.transport import WeightTransport
 class SharedPages:
     """The address of memory that another process of this node owns; NumPy takes it for a (nbytes,) uint8 array.
 
-    Only the address travels. The memory is mapped, read-only, at its first use, and locked against its owner until the
-    last array on it is gone, or the process, however it ended.
+    Only the address travels. The memory is mapped, read-only, at the first use by a process, and from each use locked
+    against its owner until the last array on it is gone, or the process, however it ended.
     """
 
     path: str
@@ -38,20 +40,33 @@ class SharedPages:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._array
 
+    def _is_there(self) -> bool:
+        return os.path.islink(self.path) and os.readlink(self.path) == self.name
+
     @cached_property
     def _array(self) -> np.ndarray:
-        if not os.path.islink(self.path) or os.readlink(self.path) != self.name:
+        if not self._is_there():
             raise WeightSyncError(
                 f"The weights are in memory of another process, {self.path}, which ended or is not on this node; use "
                 "actor_rollout_ref.rollout.weight_transport=gloo or object_store between nodes."
             )
-        with open(self.path, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise WeightSyncError(f"Newer weights are being written into {self.path}; load those.") from None
-            # The mapping has a descriptor of its own, which has the same lock.
-            return np.frombuffer(mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ), dtype=np.uint8)
+        locked = io.FileIO(self.path)
+        try:
+            fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WeightSyncError(f"Newer weights are being written into {self.path}; load those.") from None
+        if self not in _mapped:
+            for pages in [pages for pages in _mapped if not pages._is_there()]:
+                del _mapped[pages]
+            with open(self.path, "rb") as file:  # without the lock, which goes with the array
+                _mapped[replace(self)] = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
+        array = np.frombuffer(_mapped[self], dtype=np.uint8)
+        weakref.finalize(array, locked.close)
+        return array
+
+
+_mapped: dict[SharedPages, mmap.mmap] = {}
+"""What this process has mapped, while its owner has it: to find its pages again takes as long as to copy them."""
 
 
 class _Segment:

@@ -1,0 +1,107 @@
+"""The trainer of `weight_sync` and, in a process of its own, the engine that gets the weights."""
+
+import contextlib
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.serve import serve, stopwatch
+from verl_like.single_controller.worker import Worker, reserve_port
+from verl_like.workers import weight_sync
+from verl_like.workers.weight_transfer import get_weight_transport
+
+ROWS, COLUMNS = 1 << 18, 1024
+NUM_BYTES = 2 * ROWS * COLUMNS  # bfloat16
+TIMEOUT_S = 120
+state: dict[str, Any] = {}
+
+
+def cut(flat: torch.Tensor, num_tensors: int) -> dict[str, torch.Tensor]:
+    """The memory as (rows, COLUMNS) parameters of about the same size."""
+    ends = np.linspace(0, ROWS, num_tensors + 1).astype(int)
+    pieces = flat.view(ROWS, COLUMNS).split(np.diff(ends).tolist())
+    return {f"layers.{index}.weight": piece for index, piece in enumerate(pieces)}
+
+
+def engine(connection: Connection, port: int) -> None:
+    """Receives as it is told; answers when it has the weights, and then with the sums of their bits."""
+    join(1, port)
+    worker, transports = Worker(), {name: get_weight_transport(name) for name in ("gloo", "shared_memory")}
+    flat = torch.ones(ROWS * COLUMNS, dtype=torch.bfloat16)  # in memory already, which is in the peer's favour
+    while message := connection.recv():
+        way, num_tensors, export, with_checks = message
+        if export:
+            received = transports[way].receive([export], worker)
+            if with_checks:
+                weight_sync.check_staged(received, export.version, "cpu")
+            tensors = dict(weight_sync.iterate_weights(received))
+            memory = [np.asarray(bucket.data) for each in received for bucket in each.buckets]
+        else:
+            tensors = cut(flat, num_tensors)
+            for tensor in [flat] if way == "one broadcast" else tensors.values():
+                dist.broadcast(tensor, src=0)
+            memory = [flat.view(torch.uint8).numpy()]
+        # Every page is read once, so that memory that is mapped but not there yet costs what it costs.
+        connection.send(sum(int(each[::4096].sum()) for each in memory))
+        sums = np.array([tensor.reshape(-1).view(torch.int64).sum().item() for tensor in tensors.values()])
+        tensors, memory, received = {}, [], []  # what somebody reads is not written again
+        flat.zero_()
+        connection.send(sums)
+
+
+def join(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+
+def start() -> dict[str, Any]:
+    holder, port = reserve_port()
+    holder.close()
+    connection, other = multiprocessing.get_context("spawn").Pipe()
+    multiprocessing.get_context("spawn").Process(target=engine, args=(other, port), daemon=True).start()
+    join(0, port)
+    state["connection"] = connection
+    state["flat"] = torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    state["transports"] = {name: get_weight_transport(name) for name in ("gloo", "shared_memory")}
+    state["version"] = 0
+    return {}
+
+
+def sync(way: str, num_tensors: int, value: int, with_checks: bool = False) -> dict[str, Any]:
+    """Weights that hold `value` in places to the engine: seconds, and the sum of each parameter's bits there."""
+    state["version"] += 1
+    flat, connection = state["flat"], state["connection"]
+    flat[::64] = value
+    tensors = cut(flat, num_tensors)
+    with stopwatch() as seconds:
+        if way in state["transports"]:
+            transport = state["transports"][way]
+            without = mock.patch.object(weight_sync, "local_fingerprint", lambda *_: 0)
+            with contextlib.nullcontext() if with_checks else without:
+                export = weight_sync.collect_weights(
+                    tensors.items(),
+                    dtype=torch.bfloat16,
+                    rank=0,
+                    world_size=1,
+                    version=state["version"],
+                    allocate=transport.allocate,
+                )
+            connection.send((way, num_tensors, transport.publish(export), with_checks))
+        else:
+            connection.send((way, num_tensors, None, False))
+            for tensor in [flat] if way == "one broadcast" else tensors.values():
+                dist.broadcast(tensor, src=0)
+        assert connection.poll(TIMEOUT_S), f"{way}: the engine does not have the weights after {TIMEOUT_S} s"
+        connection.recv()
+    return {"seconds": seconds[0], "sums": connection.recv()}
+
+
+if __name__ == "__main__":
+    serve(start, sync)
