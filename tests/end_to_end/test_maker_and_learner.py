@@ -146,6 +146,37 @@ def test_the_critics_warm_up_leaves_the_actor_as_it_is_but_numbers_its_weights(
     assert "critic/lr" in first and "actor/lr" not in first and {"critic/lr", "actor/lr"} <= second.keys()
 
 
+def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_learner_says_so(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = ["trainer.critic_warmup=1", "data.max_response_length=6"]
+    with local_trainer(tmp_path, tiny_llama, *settings, steps=4) as trainer:
+        (worker,), fixed = trainer.groups["rollout"].workers, prompts_of(trainer, 5)
+
+        def seen() -> tuple[torch.Tensor, dict[str, int]]:
+            return worker.rollout.generate_sequences(fixed).batch["rollout_log_probs"], worker.rollout._fingerprints()
+
+        compute_advantages, says, moved = trainer.maker.compute_advantages, [], []
+
+        def compute_advantages_that_overflow_in_step_3(batch: DataProto) -> None:
+            compute_advantages(batch)
+            if trainer.global_step == 3:
+                batch.batch["advantages"] = batch.batch["advantages"] * torch.inf
+
+        trainer.maker.compute_advantages = compute_advantages_that_overflow_in_step_3
+        log_probs, loaded = seen()
+        for step in (1, 2, 3, 4):
+            trainer.global_step = step
+            metrics = trainer.step(prompts_of(trainer, step))
+            assert worker.rollout.policy_version == step  # also where the weights are those of before
+            says.append("actor/lr" in metrics and metrics["actor/skipped_steps"] < 2)  # of two optimizer steps
+            before, (log_probs, loaded) = (log_probs, loaded), seen()
+            assert loaded == fingerprint(trainer.learner.export_weights())
+            moved.append((not torch.equal(log_probs, before[0]), loaded != before[1]))
+    assert says == [False, True, False, True]
+    assert moved == [(each, each) for each in says]
+
+
 def test_rows_that_are_no_whole_mini_batches_are_refused(trainer: LocalTrainer, experience: Experience):
     with pytest.raises(ValueError, match="6 rows in mini-batches of 4"):
         learner_alone(trainer).learn(experience_of(trainer, experience.batch[slice(0, 6)]))
