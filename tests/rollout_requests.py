@@ -59,6 +59,30 @@ def run_with_update(
     return completions | dict(each for ended in engine.stream() for each in ended)
 
 
+def run_with_update_when_one_ended(
+    engine: RolloutEngine,
+    early: Sequence[GenerationRequest],
+    queued: Sequence[GenerationRequest],
+    late: Sequence[GenerationRequest],
+    exports: list[WeightExport],
+) -> dict[str, Completion]:
+    """As `run_with_update`, for an engine that computes on its own: the weights come when one of `early` ended."""
+    engine.submit(early)
+    completions = dict(engine.step())
+    engine.pause()
+    engine.submit(queued)
+    engine.load_weights(exports, exports[0].version)
+    engine.submit(late)
+    engine.resume()
+    return completions | dict(each for ended in engine.stream() for each in ended)
+
+
+def worker_and_engine(engine: RolloutEngine) -> tuple[int, int]:
+    """The ids of this process and of the one that computes for it."""
+    (process,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
+    return os.getpid(), process.pid
+
+
 def run_paused(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps: int) -> dict[str, Completion]:
     """With a pause after some steps, in which the second half of the requests comes."""
     half = len(requests) // 2

@@ -154,9 +154,10 @@ def check_environment(config: PPOConfig) -> None:
             "trainer.device=cuda, but this machine has no CUDA device: give device=cpu to compute on the CPU, or "
             "ray_kwargs.ray_init.address to use a cluster that has GPUs."
         )
-    if config.actor_rollout_ref.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
+    engine = config.actor_rollout_ref.rollout.name
+    if engine in ("vllm", "vllm_async") and importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            "actor_rollout_ref.rollout.name=vllm, but vllm is not installed: run bash scripts/environment.sh, "
+            f"actor_rollout_ref.rollout.name={engine}, but vllm is not installed: run bash scripts/environment.sh, "
             "or use rollout.name=hf to debug."
         )
     for key, model in used_models(config).items():

@@ -44,7 +44,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """The engine that generates responses."""
 
     name: str = "vllm"
-    """Engine: vllm, hf (transformers; small and slow, for debugging), or one of a plugin."""
+    """Engine: vllm, vllm_async (vLLM in a process of its own), hf (transformers; small and slow, for debugging), or one
+    of a plugin."""
     prompt_length: Annotated[PositiveInt, Follows("${data.max_prompt_length}")]
     """Padded prompt length in tokens."""
     response_length: Annotated[PositiveInt, Follows("${data.max_response_length}")]
@@ -89,3 +90,17 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
                 "other forms do not start or leave linear layers as they are; set fp8_per_channel or null"
             )
         return value
+
+    @model_validator(mode="after")
+    def an_engine_in_another_process_can_map_the_weights(self) -> "RolloutConfig":
+        if self.name == "vllm_async" and self.weight_transport == "object_store":
+            raise ValueError(
+                "name=vllm_async has an engine in a process outside of Ray, which does not see weight_transport="
+                "object_store; set weight_transport=shared_memory, between nodes gloo, or name=vllm"
+            )
+        if self.name == "vllm_async" and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                f"name=vllm_async with tensor_model_parallel_size={self.tensor_model_parallel_size}: the processes of "
+                "a replica have one engine together only with name=vllm; set that, or tensor_model_parallel_size=1"
+            )
+        return self

@@ -6,9 +6,10 @@ from typing import TypeVar
 from verl_like.workers.rollout.base import FinishedSample, RolloutEngine
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, RolloutError, Sampling
+from verl_like.workers.rollout.vllm_async_engine import VllmAsyncEngine
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 
-_ENGINES: dict[str, type[RolloutEngine]] = {"hf": HfEngine, "vllm": VllmEngine}
+_ENGINES: dict[str, type[RolloutEngine]] = {"hf": HfEngine, "vllm": VllmEngine, "vllm_async": VllmAsyncEngine}
 EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
 

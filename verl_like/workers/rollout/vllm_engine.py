@@ -57,11 +57,14 @@ class VllmEngine(RolloutEngine):
             # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it ever saves on CPU.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-    def _start(self, executor: str | type) -> Any:
+    def _make(self, **arguments: Any) -> Any:
         import vllm
 
+        return vllm.LLM(**arguments)
+
+    def _start(self, executor: str | type) -> Any:
         config, on_cpu = self.config, self.device == "cpu"
-        return vllm.LLM(
+        return self._make(
             model=os.path.expanduser(self.model_config.path),
             hf_overrides=self.model_config.hf_overrides,
             trust_remote_code=self.model_config.trust_remote_code,
@@ -167,19 +170,22 @@ class VllmEngine(RolloutEngine):
                 named.unlink()
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        import vllm
-
         # A request a response: what vLLM makes of a request for n comes back together, with neighbouring seeds.
         for request in requests:
-            prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-            if self.config.kv_after_update == "keep":
-                prompt["cache_salt"] = str(self._num_loads)  # blocks of other weights are not found
-            parameters = _sampling_params(request.sampling, request.seed)
-            self.llm.llm_engine.add_request(request.name, prompt, parameters)
+            self.llm.llm_engine.add_request(*self._vllm_request(request))
+
+    def _vllm_request(self, request: GenerationRequest) -> tuple[Any, ...]:
+        """What vLLM's `add_request` takes."""
+        import vllm
+
+        prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        if self.config.kv_after_update == "keep":
+            prompt["cache_salt"] = str(self._num_loads)  # blocks of other weights are not found
+        return request.name, prompt, sampling_params(request.sampling, request.seed)
 
     def _step(self) -> list[tuple[str, Completion]]:
         finished = [request for request in self.llm.llm_engine.step() if request.finished]
-        return [(request.request_id, _completion(request)) for request in finished]
+        return [(request.request_id, completion(request)) for request in finished]
 
     def _has_work(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
@@ -189,21 +195,22 @@ class VllmEngine(RolloutEngine):
             self.llm.llm_engine.abort_request([name])
 
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         if self._asleep:
             require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
         self.llm.start_weight_update()
         buckets = [bucket for export in exports for bucket in export.buckets]
-        self.llm.update_weights({"update_info": {"dtype": exports[0].dtype, "buckets": buckets}})
+        self.llm.update_weights(WeightTransferUpdateRequest({"dtype": exports[0].dtype, "buckets": buckets}))
         self.llm.finish_weight_update(weight_version=str(version))
         self.wake_up()
         self._num_loads += 1
-        engine = self.llm.llm_engine
         if self.config.kv_after_update == "recompute":
-            engine.reset_prefix_cache(reset_running_requests=True)
+            self.llm.reset_prefix_cache(reset_running_requests=True)
             return
         # A request without a token yet has the old salt, by which it would find blocks of the old weights.
-        states = engine.output_processor.request_states.values()
+        states = self.llm.llm_engine.output_processor.request_states.values()
         queued = [state.external_req_id for state in states if state.is_prefilling]
         self._abort(queued)
         self._submit([self._in_flight[name] for name in queued])
@@ -237,7 +244,7 @@ def require_room(free: int, total: int, needed: int) -> None:
         )
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
+def sampling_params(sampling: Sampling, seed: int) -> Any:
     import vllm
 
     return vllm.SamplingParams(
@@ -255,7 +262,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
     )
 
 
-def _completion(request: Any) -> Completion:
+def completion(request: Any) -> Completion:
     (output,) = request.outputs
     versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
     return Completion(list(output.token_ids), output.logprobs.logprobs, versions, request.num_cached_tokens or 0)

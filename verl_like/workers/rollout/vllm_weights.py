@@ -3,7 +3,9 @@
 vLLM imports this module in the process of its worker, where it registers the back end; nothing else imports it.
 """
 
+import ctypes
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -23,6 +25,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
+from verl_like.workers.weight_transfer.shared_memory import SharedPages
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -30,7 +35,12 @@ class StagedUpdate(WeightTransferUpdateInfo):
     """All buckets of an update that was staged and checked; `dtype` is the name of their torch dtype."""
 
     dtype: str
-    buckets: list[WeightBucket]
+    buckets: list[Any]
+
+    def __post_init__(self) -> None:
+        # A message between processes makes dictionaries of data classes.
+        if isinstance(self.buckets[0], dict):
+            self.buckets = [WeightBucket(**each | {"data": SharedPages(**each["data"])}) for each in self.buckets]
 
 
 class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate]):
@@ -159,6 +169,10 @@ class WorkerExtension:
     def weight_fingerprints(self) -> dict[str, int]:
         """See `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
+
+    def end_with_parent(self) -> None:
+        """For a worker in a process of its own: the kernel kills it when the process that started it was (Linux)."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
