@@ -50,9 +50,7 @@ class VllmAsyncEngine(VllmEngine):
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         # As a class, since by its name it would start one more process on a CPU.
-        calls = _Calls(arguments | {"distributed_executor_backend": UniProcExecutor})
-        calls.collective_rpc("end_with_parent")
-        return calls
+        return _Calls(arguments | {"distributed_executor_backend": UniProcExecutor})
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         async def add() -> None:

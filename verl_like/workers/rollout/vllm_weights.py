@@ -3,9 +3,7 @@
 vLLM imports this module in the process of its worker, where it registers the back end; nothing else imports it.
 """
 
-import ctypes
 import math
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -26,8 +24,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -169,10 +165,6 @@ class WorkerExtension:
     def weight_fingerprints(self) -> dict[str, int]:
         """See `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
-
-    def end_with_parent(self) -> None:
-        """For a worker in a process of its own: the kernel kills it when the process that started it was (Linux)."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
