@@ -32,9 +32,7 @@ class CopyWorker(ModelWorker):
         trained = self.fsdp_config
         self.fsdp_config = ForwardFsdpConfig(param_offload=trained.param_offload, dtype=trained.dtype)
         self.register_mesh(mesh_name, sequence_parallel_size)
-        self.start_engine(
-            torch_compile=self.model_config.use_torch_compile, sequence_parallel_size=sequence_parallel_size
-        )
+        self.start_engine(sequence_parallel_size)
 
     def infer(self, *args: Any, **kwargs: Any) -> DataProto:
         """`ModelWorker.infer`; raises RuntimeError if the last load failed."""

@@ -1,7 +1,7 @@
 """What the workers around a model have in common: the engine that runs it, checkpoints and export."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +38,8 @@ class ModelWorker(Worker):
     """How the model is sharded and stored."""
     new_head_seed: int | None = None
     """Seed of the model's head where its folder has none; None means that it must have one."""
+    total_training_steps: int | None = None
+    """Training steps of the run, for a learning rate that depends on them."""
     engine: TrainingEngine
 
     def __init__(self, shares_device: bool = False) -> None:
@@ -70,11 +72,18 @@ class ModelWorker(Worker):
         self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
         return shards
 
-    def start_engine(self, **settings: Any) -> None:
-        """Joins the ranks of the group and makes `engine`; `settings` are the engine's further arguments."""
+    def start_engine(self, sequence_parallel_size: int = 1, training: ActorConfig | CriticConfig | None = None) -> None:
+        """Joins the ranks of the group and makes `engine`, which trains where there are settings for it."""
         init_process_group(self.device, self.rank, self.world_size)
         self.engine = FsdpEngine(
-            self.build_model, fsdp=self.fsdp_config, device=self.device, shares_device=self.shares_device, **settings
+            self.build_model,
+            config=self.model_config,
+            fsdp=self.fsdp_config,
+            device=self.device,
+            training=training,
+            total_training_steps=self.total_training_steps,
+            sequence_parallel_size=sequence_parallel_size,
+            shares_device=self.shares_device,
         )
 
     def infer(
@@ -97,8 +106,6 @@ class TrainedWorker(ModelWorker):
     """One rank of a model that is trained, saved and exported."""
 
     model_config: TrainedModelConfig
-    total_training_steps: int | None
-    """Training steps of the run, for a learning rate that depends on them."""
     export_dtype: str
     """Name of the torch dtype of exported weights."""
     weight_transport: WeightTransport
@@ -123,15 +130,7 @@ class TrainedWorker(ModelWorker):
             ),
             epochs=settings.ppo_epochs,
         )
-        self.start_engine(
-            optim=settings.optim,
-            grad_clip=settings.grad_clip,
-            total_training_steps=self.total_training_steps,
-            gradient_checkpointing=self.model_config.enable_gradient_checkpointing,
-            activation_offload=self.model_config.enable_activation_offload,
-            torch_compile=self.model_config.use_torch_compile,
-            sequence_parallel_size=settings.ulysses_sequence_parallel_size,
-        )
+        self.start_engine(settings.ulysses_sequence_parallel_size, settings)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -22,9 +22,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
         """Loads the model; ranks share sequences as the actor's do."""
         sequence_parallel_size = self.config.actor.ulysses_sequence_parallel_size
         self.register_mesh("ref", sequence_parallel_size)
-        self.start_engine(
-            torch_compile=self.config.model.use_torch_compile, sequence_parallel_size=sequence_parallel_size
-        )
+        self.start_engine(sequence_parallel_size)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
-from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
+from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
@@ -40,14 +41,11 @@ class FsdpEngine(TrainingEngine):
 
     Args:
         build_model: makes the model; called with True (with weights) on rank 0, False (on the meta device) elsewhere.
+        config: how its layers compute.
         fsdp: sharding, dtypes and offload.
         device: `cpu` or `cuda`.
-        optim: optimizer and schedule; None for a model that is only run forward.
-        grad_clip: largest gradient norm.
+        training: optimizer, its schedule and clipping; None for a model that is only run forward.
         total_training_steps: training steps of the run, for a learning rate that depends on them.
-        gradient_checkpointing: recompute each decoder layer in the backward pass.
-        activation_offload: keep what the backward pass needs in host memory; on a CPU it is there anyway.
-        torch_compile: compile the decoder layers.
         sequence_parallel_size: ranks that share each packed batch.
         shares_device: whether a rollout engine in another process takes memory of the device in turn.
 
@@ -59,29 +57,25 @@ class FsdpEngine(TrainingEngine):
         self,
         build_model: Callable[[bool], PackedModel],
         *,
+        config: ModelConfig,
         fsdp: ForwardFsdpConfig | TrainedFsdpConfig,
         device: str,
-        optim: OptimConfig | None = None,
-        grad_clip: float = 1.0,
-        total_training_steps: int | None = None,
-        gradient_checkpointing: bool = False,
-        activation_offload: bool = False,
-        torch_compile: bool = False,
-        sequence_parallel_size: int = 1,
-        shares_device: bool = False,
+        training: ActorConfig | CriticConfig | None,
+        total_training_steps: int | None,
+        sequence_parallel_size: int,
+        shares_device: bool,
     ) -> None:
         self.device = device
         self.shares_device = shares_device
         self.fsdp = fsdp
-        self.optim = optim
-        self.grad_clip = grad_clip
+        self.training = training
         self.total_training_steps = total_training_steps
         self.dtype = fsdp.dtype
         self.mesh, batch_mesh = build_mesh(device, fsdp.fsdp_size, sequence_parallel_size)
         # A rank that holds all parameters gathers nothing: freeing its layers would save it little.
         self.reshard = fsdp.reshard_after_forward and self.mesh["shard"].size() > 1
         self.model = build_model(dist.get_rank() == 0)
-        self.model.requires_grad_(optim is not None)
+        self.model.requires_grad_(training is not None)
         hf = self.model.hf
         self.hf_config = hf.config
         self.exchange = None
@@ -89,16 +83,17 @@ class FsdpEngine(TrainingEngine):
             require_shares_of_heads(hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size")
             self.exchange = SequenceExchange(batch_mesh["sequence"])
         self.cost = ModelCost.of(hf.config, with_head=hf.get_output_embeddings() is not None)
-        if activation_offload and device == "cuda":
-            self.model.saving = ActivationOffload()
-        if torch_compile:
-            compile_layers(hf)
-        if gradient_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        if isinstance(config, TrainedModelConfig):
+            if training and config.enable_activation_offload and device == "cuda":
+                self.model.saving = ActivationOffload()
+            if config.use_torch_compile:
+                compile_layers(hf)
+            if training and config.enable_gradient_checkpointing:
+                hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.units: list[Any] = [*decoder_layers(hf), self.model]  # fully_shard makes them FSDPModules
         self._shard(self.model)
         self.parameters = list(self.model.parameters())
-        self.optimizer = build_optimizer(self.parameters, optim) if optim else None
+        self.optimizer = build_optimizer(self.parameters, training.optim) if training else None
         self.training_steps = 0
         self.consecutive_skips = 0
         self._offload()
@@ -176,7 +171,7 @@ class FsdpEngine(TrainingEngine):
         loss.backward()
 
     def step(self) -> float:
-        assert self.optimizer is not None and self.optim is not None
+        assert self.optimizer is not None
         grad_norm = self._clip_gradients()
         if not math.isfinite(grad_norm):
             self.consecutive_skips += 1
@@ -197,20 +192,20 @@ class FsdpEngine(TrainingEngine):
         return grad_norm
 
     def _clip_gradients(self) -> float:
-        """Scales the gradients to at most `grad_clip`; returns their norm over all ranks."""
+        """Scales the gradients to a norm of at most `grad_clip`; returns their norm over all ranks."""
         gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
         squared = torch.nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
-        if grad_norm > self.grad_clip:
+        if grad_norm > self.training.grad_clip:
             for gradient in gradients:
-                gradient.mul_(self.grad_clip / grad_norm)
+                gradient.mul_(self.training.grad_clip / grad_norm)
         return grad_norm
 
     @property
     def lr(self) -> float:
-        assert self.optim is not None
-        return learning_rate(self.training_steps, self.optim, self.total_training_steps)
+        assert self.training is not None
+        return learning_rate(self.training_steps, self.training.optim, self.total_training_steps)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
