@@ -18,18 +18,12 @@ class PromptDataset:
     """Rows in verl's schema with their prompts as token ids, none longer than `max_prompt_length`.
 
     Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues exactly these
-    tokens, and the length limit counts them.
+    tokens, and the length limit counts them. Arguments that are not listed are the keys of `data` in docs/config.md.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
         tokenizer: has a chat template, and a padding or an end-of-sequence token.
-        prompt_key: the field with the chat messages.
-        reward_fn_key: the field that selects the reward function.
         max_prompt_length: limit in tokens, and the width P of collated batches.
-        filter_overlong_prompts: leave longer prompts out instead of truncating them.
-        truncation: `error` refuses longer prompts; `left`, `right` or `middle` is where tokens are cut.
-        max_samples: number of rows to use, from the first; -1 means all.
-        apply_chat_template_kwargs: further arguments of the chat template.
 
     Attributes:
         num_filtered: rows left out because they are too long.

@@ -6,16 +6,8 @@ import numpy as np
 class EpochSampler:
     """Splits each epoch's order of the rows into batches and drops the last incomplete one.
 
-    It keeps no state, so a resumed run needs only the number of the step.
-
-    Args:
-        num_rows: rows of the dataset.
-        batch_size: rows of a batch.
-        seed: a number below 2**32; with the epoch it decides the order.
-        shuffle: False keeps the dataset's order in every epoch.
-
-    Raises:
-        ValueError: there are fewer rows than one batch takes.
+    It keeps no state, so a resumed run needs only the number of the step. `seed`, below 2**32, and the epoch decide the
+    order; without `shuffle` it is that of the dataset. Raises ValueError if there are fewer rows than one batch takes.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:

@@ -15,12 +15,8 @@ _FLEXIBLE = re.compile(_NUMBER)
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """The answer in a response, without thousands separators, or None when there is none.
 
-    Args:
-        solution_str: the decoded response.
-        method: `strict` takes the last number that follows `####`, `flexible` the last number of any kind.
-
-    Raises:
-        ValueError: unknown method.
+    `method`: `strict` takes the last number that follows `####`, `flexible` the last number of any kind; others raise
+    ValueError.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method is {method!r}, expected 'strict' or 'flexible'")

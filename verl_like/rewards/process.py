@@ -40,9 +40,7 @@ class RewardProcess:
     def start(self) -> None:
         """Starts it, unless it runs, and waits until it has loaded the reward function.
 
-        Raises:
-            ProcessDied: it ended, or took too long.
-            ValueError: the function cannot be loaded.
+        Raises ProcessDied if it ended or took too long, ValueError if the function cannot be loaded.
         """
         if self._popen is not None:
             return
@@ -59,9 +57,7 @@ class RewardProcess:
     def begin(self, sample: dict[str, Any]) -> None:
         """Starts the process if needed and sends it a sample (the function's arguments); returns when it begins.
 
-        Raises:
-            ProcessDied: it ended before it began, so the sample is not the cause.
-            ValueError: the function cannot be loaded any more.
+        Raises what `start` does; ProcessDied means that the sample is not the cause.
         """
         self.start()
         self._send(sample)

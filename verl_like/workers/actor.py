@@ -95,9 +95,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
 
         A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
-
-        Raises:
-            ValueError: several optimizer steps without `old_log_probs`.
+        Raises ValueError for several steps without them.
         """
         rows = to_rows(data, self.device)
         num_rows, schedule = len(rows["input_ids"]), self.schedule

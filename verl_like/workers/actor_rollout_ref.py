@@ -9,12 +9,7 @@ from verl_like.workers.models.packed_models import PolicyModel
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """One rank of the policy: an `ActorWorker`, a `ReferenceWorker` or a `RolloutWorker`.
-
-    Args:
-        config: settings of the policy in all its roles.
-        shares_device: whether a rollout engine takes memory of the device in turn.
-    """
+    """One rank of the policy: `ActorWorker`, `ReferenceWorker` or `RolloutWorker`; `config` has the settings of all."""
 
     model_class = PolicyModel
     model_key = "actor_rollout_ref.model"

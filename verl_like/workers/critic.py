@@ -86,15 +86,8 @@ class CriticWorker(ValueWorker, TrainedWorker):
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in their mini-batch's clipped squared error.
-
-        Args:
-            micro: the columns that `update_critic` reads, b rows.
-            mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
-
-        Returns:
-            The loss, and metrics that merge exactly over micro-batches and ranks.
-        """
+        """The share of some rows in their mini-batch's clipped squared error; arguments and result as of the actor's
+        `policy_loss`."""
         mask_BR = micro["response_mask"]
         num_tokens = mask_BR.sum()
         vpreds_BR = self._predict(micro)

@@ -139,11 +139,7 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Reads what `save_checkpoint` wrote, on any number of ranks.
-
-        Raises:
-            ValueError: there is no checkpoint at `path`.
-        """
+        """Reads what `save_checkpoint` wrote, on any number of ranks; ValueError if there is nothing at `path`."""
         with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
             self.engine.load(path)
 

@@ -14,12 +14,7 @@ from verl_like.workers.weight_transfer import get_weight_transport
 
 
 class RolloutWorker(ActorRolloutRefWorker):
-    """One rank of the policy that generates.
-
-    Args:
-        config: settings of the policy in all its roles.
-        seed: the run's seed, for sampling.
-    """
+    """One rank of the policy that generates; `seed`, the run's, is for sampling."""
 
     def __init__(self, config: ActorRolloutRefConfig, seed: int) -> None:
         super().__init__(config)

@@ -43,12 +43,9 @@ class ExperienceBuffer:
         """Takes in the groups of `tickets`: (len(tickets) * n,) rows in their order, the n of a ticket side by side.
 
         `meta_info` is not kept: it is of a call, and a step mixes the groups of several. The column `policy_version`
-        says how old each group is; its oldest token counts. Waits while the buffer is full.
-
-        Returns:
-            The numbers that were kept; the others were given to another maker meanwhile.
-        Raises:
-            BufferFullError: the trainer took nothing for `deadline_s`.
+        says how old each group is; its oldest token counts. Waits while the buffer is full; raises BufferFullError if
+        the trainer took nothing for `deadline_s`. Returns the numbers that were kept; the others were given to another
+        maker meanwhile.
         """
         if not tickets or len(batch) % len(tickets):
             raise ValueError(
@@ -78,12 +75,8 @@ class ExperienceBuffer:
     def take(self, num_groups: int, version: int, deadline_s: float) -> tuple[list[int], DataProto]:
         """Waits for `num_groups` groups for the step after `version`, as `PromptLedger.choose` says which.
 
-        Several calls with one version take a step in parts.
-
-        Returns:
-            Their numbers, ascending, and their rows in that order.
-        Raises:
-            TrainerStarvedError: they did not come within `deadline_s`; it names who holds them.
+        Several calls with one version take a step in parts. Returns their numbers, ascending, and their rows in that
+        order. Raises TrainerStarvedError, which names who holds them, if they did not come within `deadline_s`.
         """
         started = time.monotonic()
         with self._changed:

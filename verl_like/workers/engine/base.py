@@ -53,10 +53,8 @@ class TrainingEngine(Protocol):
     def step(self) -> float:
         """One optimizer step on the gradients added since the last one; returns their norm before clipping.
 
-        Where the norm is not finite, the step is skipped: the parameters stay as they were.
-
-        Raises:
-            FloatingPointError: the gradient norm was not finite in too many steps in a row.
+        Where the norm is not finite, the step is skipped: the parameters stay as they were. Too many such steps in a
+        row raise FloatingPointError.
         """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,11 +64,7 @@ class TrainingEngine(Protocol):
         """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all."""
 
     def load(self, path: str) -> None:
-        """Reads what `save` wrote, on any number of ranks.
-
-        Raises:
-            ValueError: there is no checkpoint at `path`.
-        """
+        """Reads what `save` wrote, on any number of ranks; raises ValueError if there is nothing at `path`."""
 
     def save_hf(self, path: str, config: TrainedModelConfig) -> None:
         """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""

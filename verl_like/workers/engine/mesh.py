@@ -60,10 +60,7 @@ def build_mesh(device: str, fsdp_size: int, sequence_parallel_size: int) -> tupl
     own, so that it can export alone. A single copy has a mesh of two dimensions too: FSDP2 then adds up the
     micro-batches of a step in float32, also for parameters that are stored in bfloat16. Neither view divides the other:
     sequences may be shared by more ranks than parameters, or by fewer. The second view is None where no sequence is
-    shared.
-
-    Raises:
-        ValueError: a size does not divide the number of ranks.
+    shared. Raises ValueError for a size that does not divide the number of ranks.
     """
     ranks = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("rank",))
     trainer = JointTrainer.of_process()

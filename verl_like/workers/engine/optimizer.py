@@ -23,15 +23,8 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
     """Learning rate of training step `step` (0 for the first).
 
     It rises linearly over the W warm-up steps, reaching `lr` in step W - 1, so the first step already learns. Then it
-    stays, or falls to 0 at step `total_steps` along a line or half a cosine.
-
-    Args:
-        step: training steps done.
-        config: peak, warm-up and decay.
-        total_steps: training steps of the whole run; None where nothing depends on them.
-
-    Raises:
-        ValueError: a schedule that depends on the number of training steps without that number.
+    stays, or falls to 0 at step `total_steps` along a line or half a cosine. Raises ValueError if it depends on
+    `total_steps`, which is None.
     """
     needs_total = config.lr_scheduler_type != "constant" or config.lr_warmup_steps_ratio > 0
     if needs_total and total_steps is None:

@@ -37,11 +37,7 @@ def linear_log_prob(
         hidden_MD: (M, D) outputs of the backbone.
         weight_VD: (V, D) of the head, same dtype.
         labels_M: (M,) int64, in [0, V).
-        temperature: divides the logits, > 0.
-        scale: multiplies the products, before the cap.
-        softcap: bound of the logits' absolute values, > 0.
-        with_entropy: whether to compute the entropy too.
-        with_sum_pi_squared: whether to compute the sum of the squared probabilities too.
+        temperature: > 0, as is a `softcap`.
 
     Returns:
         (M,) float32 each: log-probabilities; entropies in nats and sums of squared probabilities where they are asked

@@ -56,11 +56,8 @@ class PolicyModel(PackedModel):
     def forward(
         self, packed: PackedBatch, temperature: float, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """(M,) float32 each: what `linear_log_prob` computes for the response tokens at the rollout's temperature.
-
-        Raises:
-            ValueError: temperature not positive.
-        """
+        """(M,) float32 each: what `linear_log_prob` computes for the response tokens at the rollout's temperature,
+        which is positive or raises ValueError."""
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: log-probabilities of a greedy policy do not exist; use > 0.")
         return linear_log_prob(

@@ -80,10 +80,8 @@ class PackedBatch:
 def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
     """Removes the padding of rows: `input_ids`, `attention_mask`, `position_ids` (B, T), `response_mask` (B, R).
 
-    The last R of a row's T positions are the response.
-
-    Raises:
-        ValueError: a row without any token, or a response token that has no attended token before it.
+    The last R of a row's T positions are the response. Raises ValueError for a row without any token, or a response
+    token that has no attended token before it.
     """
     input_ids = rows["input_ids"]
     attended_BT, scored_BR = rows["attention_mask"].bool(), rows["response_mask"].bool()

@@ -141,18 +141,11 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
 
 
 def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) -> None:
-    """Checks that tokens are rotated alike (RoPE) in every sequence of up to `length` tokens.
+    """Raises ValueError unless tokens are rotated alike (RoPE) in every sequence of up to `length` tokens.
 
     Two types choose the frequencies by the longest sequence of a pass: `dynamic` for more than the model's positions,
     `longrope` for more than its original positions. Neighbours in a pack would change a sequence's log-probabilities.
-
-    Args:
-        hf_config: of the language model.
-        length: prompt and response together.
-        model: key and path, for the message.
-
-    Raises:
-        ValueError: sequences may be longer than that.
+    `model` is key and path, for the message.
     """
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for of_layers in [rope] if "rope_type" in rope else [own for own in rope.values() if own]:
@@ -210,11 +203,8 @@ def tokenizer_file(config: TrainedModelConfig) -> str | None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConfig, texts: Sequence[str]) -> None:
-    """Compares how a run's tokenizer, and the one that it exports, read `texts` with what `tokenizer.json` says.
-
-    Raises:
-        ValueError: other token ids, or another text after decoding.
-    """
+    """Raises ValueError unless a run's tokenizer, and the one that it exports, read `texts` as `tokenizer.json` says:
+    the same token ids, and the same text after decoding."""
     file = tokenizer_file(config)
     if file is None:
         return

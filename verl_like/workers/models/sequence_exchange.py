@@ -17,11 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class SequenceExchange:
-    """What the layers exchange within the group of ranks that shares each packed batch.
-
-    Args:
-        mesh: the s ranks of this group.
-    """
+    """What the layers exchange within the group of s ranks, `mesh`, that shares each packed batch."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
@@ -33,13 +29,8 @@ class SequenceExchange:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gives up tokens of other ranks' heads for all tokens of own heads, in one exchange.
 
-        Args:
-            query: (1, H, n, D).
-            key: (1, G, n, D); heads are repeated where they do not divide by s.
-            value: (1, G, n, D).
-
-        Returns:
-            Query (1, H / s, N, D), key and value (1, lcm(G, s) / s, N, D).
+        Query (1, H, n, D) -> (1, H / s, N, D); key and value (1, G, n, D) -> (1, lcm(G, s) / s, N, D): their heads are
+        repeated where they do not divide by s.
         """
         repeats = math.lcm(key.size(1), self.size) // key.size(1)
         if repeats > 1:

@@ -45,21 +45,16 @@ def log_prob_micro_batching(part: LogProbConfig) -> MicroBatching:
 
 
 def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:
-    """The rows of each micro-batch: as few as first-fit decreasing needs, of even size where that fits.
+    """The row indices of each micro-batch, the one with the most tokens first: as few as first-fit decreasing needs, of
+    even size where that fits.
 
     First-fit decreasing (Johnson 1973) needs at most 11/9 of the least possible number, plus 6/9 (Dosa 2007).
 
     Args:
         lengths: (B,) tokens of each row, all positive.
-        max_tokens: most tokens of a micro-batch.
+        max_tokens: most tokens of a micro-batch; a longer row raises ValueError.
         at_least: how many micro-batches to make, where there are as many rows; ranks that step together give the
             largest number that any of them needs.
-
-    Returns:
-        Row indices, the micro-batch with the most tokens first.
-
-    Raises:
-        ValueError: a row is longer than a micro-batch may be.
     """
     lengths_B = np.asarray(lengths, dtype=np.int64)
     if (lengths_B > max_tokens).any():
@@ -83,7 +78,7 @@ def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least
 
 
 def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: bool) -> list[list[int]]:
-    """Shares of about the same work.
+    """Shares of about the same work: the row indices of each of `num_parts`, ascending.
 
     The better of two starts, the differencing method (Karmarkar & Karp 1982) on groups of `num_parts` rows and the
     longest first (Graham 1969), then exchanges of rows between heavy and light shares.
@@ -91,13 +86,7 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: b
     Args:
         work: (B,) work of each row, in any unit, not negative.
         num_parts: shares to make.
-        equal_size: whether every share has the same number of rows.
-
-    Returns:
-        Row indices of each share, ascending.
-
-    Raises:
-        ValueError: equal sizes are wanted, but the rows do not divide.
+        equal_size: whether every share has the same number of rows; if they do not divide, ValueError.
     """
     num_rows = len(work)
     if equal_size and num_rows % num_parts:
@@ -165,11 +154,7 @@ def num_rows_per_rank(num_rows: int, num_mini_batch_rows: int, num_ranks: int, *
 
 
 def num_groups(size: int, total: int, of: str, *, key: str) -> int:
-    """How many groups of `size` there are among `total`; `of` says among what, `key` names the setting of the size.
-
-    Raises:
-        ValueError: they do not divide into such groups.
-    """
+    """How many groups of `size` make up `total`, or ValueError; `of` says among what, `key` names its setting."""
     if total % size:
         raise ValueError(f"{key}={size} does not divide the {total} {of}; choose a divisor.")
     return total // size

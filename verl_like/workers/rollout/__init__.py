@@ -14,11 +14,7 @@ EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
 
 def register_rollout_engine(name: str) -> Callable[[type[EngineT]], type[EngineT]]:
-    """Decorator of a plugin: makes an engine known as `rollout.name=<name>`.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Decorator of a plugin: makes an engine known as `rollout.name=<name>`; raises ValueError if the name is taken."""
 
     def decorator(engine: type[EngineT]) -> type[EngineT]:
         if name in _ENGINES:
@@ -30,11 +26,7 @@ def register_rollout_engine(name: str) -> Callable[[type[EngineT]], type[EngineT
 
 
 def get_rollout_engine(name: str) -> type[RolloutEngine]:
-    """The engine known as `name`.
-
-    Raises:
-        ValueError: there is none; the message lists the known ones.
-    """
+    """The engine known as `name`; raises ValueError, which lists the known ones, if there is none."""
     if name not in _ENGINES:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={name}: there is no such engine, only {', '.join(sorted(_ENGINES))}; a "

@@ -187,11 +187,7 @@ class RolloutEngine(ABC):
         return finished
 
     def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
-        """Steps until nothing is in flight; yields what ended in each step.
-
-        Raises:
-            RuntimeError: the engine is paused, so nothing would ever end.
-        """
+        """Steps until nothing is in flight; yields what ended in each step. RuntimeError while the engine is paused."""
         while self._in_flight:
             if self._is_paused:
                 raise RuntimeError("The rollout engine is paused; resume it first.")

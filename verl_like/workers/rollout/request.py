@@ -66,11 +66,8 @@ def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) ->
 
 
 def check_completion(completion: Completion, who: str, sampling: Sampling, *, vocab_size: int) -> None:
-    """Refuses whatever is not 1 to R known tokens with finite log-probabilities and a version each.
-
-    Raises:
-        RolloutError: says `who`.
-    """
+    """Raises RolloutError, which says `who`, unless it is 1 to R known tokens with finite log-probabilities and a
+    version each."""
     length = len(completion.token_ids)
     if not 1 <= length <= sampling.max_tokens:
         raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
