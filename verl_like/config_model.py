@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _refuse_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1 (no limit, all, or never) or a positive number")
+    return value
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
+MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
-from verl_like.trainer import ppo_inputs
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_workers import check_pools_fit_this_machine
 from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.models import pretrained
 from verl_like.workers.models.pretrained import load_tokenizer
 
 OWN_ALGORITHMS = """
@@ -65,7 +65,7 @@ def test_a_tokenizer_that_reads_the_prompts_otherwise_than_its_file_is_refused(
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
         return tokenizer
 
-    monkeypatch.setattr(ppo_inputs, "load_tokenizer", rebuilt)
+    monkeypatch.setattr(pretrained, "load_tokenizer", rebuilt)
     config = load_ppo_config(tiny_run_settings(tmp_path, tiny_llama))
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=r"tokenizer.json: '0\+1=' becomes"):
         check_inputs(config, cleanup)

@@ -158,7 +158,7 @@ def test_every_unknown_key_is_named_at_once():
         ("reward.on_error=ignore", "reward.on_error=\"ignore\": expected 'fail', 'skip' or 'score'"),
         ("data.train_batch_size=0", "data.train_batch_size=0: expected greater than 0"),
         ("data.train_files=null", "data.train_files=null: expected a valid list"),
-        ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (no limit, or never) or a positive number"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (no limit, all, or never) or a positive number"),
         ("trainer=3", "trainer=3: expected keys, such as trainer.project_name"),
         ("critic.optim.lr=nan", "critic.optim.lr=NaN: expected a finite number"),
         ("resource_pool_spec.global_pool=[2,0]", "resource_pool_spec.global_pool.1=0: expected greater than 0"),

@@ -9,24 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
+from verl_like.protocol import merge, row_ops
 from verl_like.protocol.batch import Batch
-from verl_like.protocol.merge import (
-    concat_parts,
-    merge_meta_info,
-    names,
-    pick_keys,
-    union_meta_info,
-    union_numpy_dict,
-    union_tensor_dict,
-)
-from verl_like.protocol.row_ops import (
-    RowIndices,
-    check_tensor_column,
-    object_array,
-    row_indices,
-    take_rows,
-    view_rows,
-)
 
 
 @dataclass(eq=False)
@@ -46,8 +30,6 @@ class DataProto(Batch):
     arrays refer to; `select` and `union` share the columns.
     """
 
-    # Construction ---------------------------------------------------------------------------------------------------
-
     @staticmethod
     def from_dict(
         tensors: Mapping[str, torch.Tensor] | None = None,
@@ -58,13 +40,13 @@ class DataProto(Batch):
         batch = None
         if tensors:
             for name, tensor in tensors.items():
-                check_tensor_column(f"from_dict: tensors[{name!r}]", tensor)
+                row_ops.check_tensor_column(f"from_dict: tensors[{name!r}]", tensor)
             sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
             batch = TensorDict(dict(tensors), batch_size=[next(iter(sizes.values()))])
         arrays = {
-            name: object_array(value) if isinstance(value, (list, tuple)) else cast(np.ndarray, value)
+            name: row_ops.object_array(value) if isinstance(value, (list, tuple)) else cast(np.ndarray, value)
             for name, value in (non_tensors or {}).items()
         }
         return DataProto(batch, arrays, meta_info or {})
@@ -76,12 +58,10 @@ class DataProto(Batch):
         arrays = {name: value for name, value in data.items() if name not in tensors}
         return DataProto(DataProto.from_dict(tensors).batch, arrays, meta_info or {})
 
-    # Rows -----------------------------------------------------------------------------------------------------------
-
     @overload
     def __getitem__(self, index: int | np.integer) -> DataProtoItem: ...
     @overload
-    def __getitem__(self, index: slice | RowIndices) -> "DataProto": ...
+    def __getitem__(self, index: slice | row_ops.RowIndices) -> "DataProto": ...
     def __getitem__(self, index: Any) -> Any:
         """A row as DataProtoItem for an integer, else a DataProto of copied rows."""
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
@@ -104,16 +84,16 @@ class DataProto(Batch):
         """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
-        return self.map_columns(stop - start, lambda column: view_rows(column, start, stop))
+        return self.map_columns(stop - start, lambda column: row_ops.view_rows(column, start, stop))
 
-    def select_idxs(self, idxs: RowIndices) -> "DataProto":
+    def select_idxs(self, idxs: row_ops.RowIndices) -> "DataProto":
         """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one bool per row."""
-        indices = row_indices(idxs, len(self))
-        return self.map_columns(len(indices), lambda column: take_rows(column, indices))
+        indices = row_ops.row_indices(idxs, len(self))
+        return self.map_columns(len(indices), lambda column: row_ops.take_rows(column, indices))
 
     def reorder(self, indices: torch.Tensor) -> None:
         """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation."""
-        order = row_indices(indices, len(self))
+        order = row_ops.row_indices(indices, len(self))
         if not torch.equal(order.sort().values, torch.arange(len(self))):
             raise ValueError(
                 f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; use select_idxs."
@@ -165,14 +145,14 @@ class DataProto(Batch):
         """
         if not data:
             raise ValueError("concat got an empty list; there is no batch to return.")
-        meta_info = merge_meta_info([part.meta_info for part in data])
+        meta_info = merge.merge_meta_info([part.meta_info for part in data])
         for part in data:
             part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
             filled = ([part for part in data if part.columns()] or list(data))[:1]
-        tensors = concat_parts("batch", [part.tensors() for part in filled])
-        arrays = concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
+        tensors = merge.concat_parts("batch", [part.tensors() for part in filled])
+        arrays = merge.concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
         return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
 
     def make_iterator(
@@ -209,8 +189,6 @@ class DataProto(Batch):
         """Rows for torch's DataLoader in one call instead of one by one."""
         return self.select_idxs(indices)
 
-    # Columns --------------------------------------------------------------------------------------------------------
-
     def select(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -222,9 +200,9 @@ class DataProto(Batch):
         Raises ValueError naming a key that does not exist.
         """
         self.check_consistency()
-        tensors = pick_keys("select", "batch", self.tensors(), batch_keys)
-        arrays = pick_keys("select", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
-        meta = pick_keys("select", "meta_info", self.meta_info, meta_info_keys)
+        tensors = merge.pick_keys("select", "batch", self.tensors(), batch_keys)
+        arrays = merge.pick_keys("select", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        meta = merge.pick_keys("select", "meta_info", self.meta_info, meta_info_keys)
         return self.with_columns(len(self), tensors, arrays, meta)
 
     def pop(
@@ -237,9 +215,9 @@ class DataProto(Batch):
 
         Raises ValueError naming a key that does not exist, and then removes nothing.
         """
-        tensors = pick_keys("pop", "batch", self.tensors(), batch_keys or ())
-        arrays = pick_keys("pop", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys or ())
-        meta = pick_keys("pop", "meta_info", self.meta_info, meta_info_keys or ())
+        tensors = merge.pick_keys("pop", "batch", self.tensors(), batch_keys or ())
+        arrays = merge.pick_keys("pop", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys or ())
+        meta = merge.pick_keys("pop", "meta_info", self.meta_info, meta_info_keys or ())
         result = DataProto.from_dict(tensors, arrays, meta)
         if tensors:
             assert self.batch is not None
@@ -255,11 +233,13 @@ class DataProto(Batch):
         if len(old) != len(new):
             raise ValueError(f"rename: {len(old)} old keys but {len(new)} new keys.")
         tensors = self.tensors()
-        pick_keys("rename", "batch", tensors, old)
+        merge.pick_keys("rename", "batch", tensors, old)
         new_names = dict(zip(old, new, strict=True))
         renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
         if len(renamed) != len(tensors):
-            raise ValueError(f"rename: {names(new)} would overwrite a column of {names(tensors)}; pop that one first.")
+            raise ValueError(
+                f"rename: {merge.names(new)} would overwrite a column of {merge.names(tensors)}; pop that one first."
+            )
         if self.batch is not None:
             self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
         return self
@@ -279,9 +259,9 @@ class DataProto(Batch):
         if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
             raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
         batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
-        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        meta_info = union_meta_info(self.meta_info, other.meta_info)
+        batch = merge.union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
+        arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = merge.union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)
 
 

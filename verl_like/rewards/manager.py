@@ -179,9 +179,8 @@ class RewardManager:
         finally:
             self._free.put(process)
         if "error" in answer:
-            timed_out = answer.get("timed_out", False)
-            return _Answer(error=f"{failed}{answer['error']}", timed_out=timed_out, ran=tuple(answer["ran"]))
-        return _Answer(score=answer["score"], extra=answer["extra"], ran=tuple(answer["ran"]))
+            answer["error"] = failed + answer["error"]
+        return _Answer(**answer | {"ran": tuple(answer["ran"])})
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Hands the sample to a process; one that died while it was idle, or dies while it loads, is replaced."""

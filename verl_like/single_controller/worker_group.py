@@ -11,16 +11,10 @@ import numpy as np
 
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
+from verl_like.single_controller import shard
 from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode, Mesh, PerRank, all_ranks
-from verl_like.single_controller.shard import (
-    BatchShard,
-    ForwardedFuture,
-    Ordered,
-    Splittable,
-    select_columns,
-    split_order,
-)
+from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
 from verl_like.single_controller.worker import Worker
 
 
@@ -134,7 +128,7 @@ class WorkerGroup(abc.ABC):
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
-        slices = [None] * count if order is None else split_order(order, count)
+        slices = [None] * count if order is None else shard.split_order(order, count)
         of_batch = 0 if order is None else len(order), isinstance(data, Ordered)
         return [BatchShard(tuple(parts), index, count, None, rows, *of_batch) for index, rows in enumerate(slices)]
 
@@ -213,7 +207,7 @@ class BoundMethod:
         columns = self.spec.read_columns
         if isinstance(value, Ordered):
             return Ordered(self._selected(value.batch), value.order)
-        return select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
+        return shard.select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
         """The arguments of each rank that runs."""
@@ -242,4 +236,4 @@ class BoundMethod:
             return sent[id(value)]
         if isinstance(value, BatchShard) and self.spec.read_columns is not None:
             return replace(value, columns=self.spec.read_columns)
-        return ForwardedFuture(tuple(value.parts), value.collect) if isinstance(value, Future) else value
+        return shard.ForwardedFuture(tuple(value.parts), value.collect) if isinstance(value, Future) else value

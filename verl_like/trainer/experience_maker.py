@@ -16,18 +16,11 @@ from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer import scoring
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
-from verl_like.trainer.scoring import (
-    ModelScores,
-    PendingScores,
-    RuleScorer,
-    groups_differ,
-    reward_means,
-    scores_by_reward,
-    total_scores,
-)
+from verl_like.trainer.scoring import PendingScores, RuleScorer
 from verl_like.workers.planning.flops import ModelCost
 
 Generated = tuple[DataProto, PendingScores | None, dict[str, Metric]]
@@ -100,7 +93,7 @@ class ExperienceMaker:
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
         for role in self.config.reward_models_by_role:
-            pending.append(ModelScores(role, work.submit(self.groups[role].compute_rm_score, batch)))
+            pending.append(scoring.ModelScores(role, work.submit(self.groups[role].compute_rm_score, batch)))
         # Not in balanced order, so that the samples of a prompt stay together.
         pending += [self.groups[role].annotate.remote(batch) for role in self.config.custom_roles]
         pending += [scores.complete(batch)] if scores else []
@@ -126,14 +119,14 @@ class ExperienceMaker:
         batch, scores, generation_metrics = self.generate(prompts, num_samples)
         pending: list[Any] = []
         for role in self.config.reward_models_by_role:
-            pending.append(ModelScores(role, self.groups[role].compute_rm_score.remote(batch)))
+            pending.append(scoring.ModelScores(role, self.groups[role].compute_rm_score.remote(batch)))
         for role in self.config.custom_roles:
             annotate = self.groups[role].annotate
             if self.reward_columns.keys() & set(annotate.spec.writes or ()):
                 pending.append(annotate.remote(batch))
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
-        scores_B = total_scores(batch, self.reward_columns).sum(-1)
+        scores_B = scoring.total_scores(batch, self.reward_columns).sum(-1)
         scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
         return batch, scores_B, merge_metrics([generation_metrics, scoring_metrics])
 
@@ -165,7 +158,7 @@ class ExperienceMaker:
             batch, scores, generation_metrics = self.generate_with_baselines(prompts, generation)
             assert scores, "only rules score before the whole batch is there"
             batch, scoring_metrics = self.collect(batch, [scores.complete(batch)])
-            differs_B = groups_differ(batch, options.metric)
+            differs_B = scoring.groups_differ(batch, options.metric)
             differing.append(batch[differs_B])
             equal.append(batch[~differs_B])
             metrics += [generation_metrics, scoring_metrics]
@@ -232,8 +225,8 @@ class ExperienceMaker:
         if "is_skipped" in columns:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
         columns["response_mask"] = mask_BR
-        columns["token_level_scores"] = total_scores(batch, self.reward_columns)
-        metrics = reward_means(batch, self.reward_columns)
+        columns["token_level_scores"] = scoring.total_scores(batch, self.reward_columns)
+        metrics = scoring.reward_means(batch, self.reward_columns)
         if (buffer := self.config.reward.overlong_buffer).enable:
             max_length = mask_BR.size(1)
             lengths_B = columns["attention_mask"][:, -max_length:].sum(-1)
@@ -282,7 +275,7 @@ class ExperienceMaker:
         estimator = get_adv_estimator_fn(algorithm.adv_estimator)
         inputs: dict[str, Any] = {**batch.tensors(), "index": batch.non_tensor_batch["uid"], "config": algorithm}
         if "scores_by_reward" in self.config.estimator_needs:
-            inputs["scores_by_reward"] = scores_by_reward(batch, self.reward_columns)
+            inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
         inputs["options"] = read_options(estimator, algorithm=algorithm)
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
         inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo

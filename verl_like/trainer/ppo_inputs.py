@@ -34,16 +34,9 @@ from verl_like.trainer.roles import reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
+from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
-from verl_like.workers.models.pretrained import (
-    TEACHER_PATH,
-    check_sequence_length,
-    check_tokenizer,
-    fetch_weights,
-    load_hf_config,
-    load_tokenizer,
-    model_setting,
-)
+from verl_like.workers.models.pretrained import TEACHER_PATH
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
 
@@ -75,11 +68,11 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         memory = require_memory(config, min(device.total_memory for device in devices))
     if starts_ray and (warning := check_object_store(step_bytes(config))):
         say(warning)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
     render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
     first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
-    check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
+    pretrained.check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
     if config.needs_teacher and config.actor_rollout_ref.teacher_model:
         check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
     config = with_training_steps(config, len(train_dataset))
@@ -179,7 +172,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
 def check_models(config: PPOConfig) -> None:
     """Raises ValueError for models that are missing or do not fit the settings, or each other."""
     models = used_models(config)
-    configs = {key: load_hf_config(model, key=key).get_text_config() for key, model in models.items()}
+    configs = {key: pretrained.load_hf_config(model, key=key).get_text_config() for key, model in models.items()}
     policy = configs["actor_rollout_ref.model"]
     needed = config.data.max_prompt_length + config.data.max_response_length
     for key, hf_config in configs.items():
@@ -190,7 +183,9 @@ def check_models(config: PPOConfig) -> None:
                 f"{config.data.max_response_length} = {needed} tokens, but the model at {models[key].path} has "
                 f"{longest} positions; lower one of the two."
             )
-        check_sequence_length(hf_config, needed, f"{model_setting(key, 'path')}={models[key].path}")
+        pretrained.check_sequence_length(
+            hf_config, needed, f"{pretrained.model_setting(key, 'path')}={models[key].path}"
+        )
         if hf_config.vocab_size != policy.vocab_size and key != TEACHER_PATH:
             raise ValueError(
                 f"{key}.path={models[key].path} has {hf_config.vocab_size} token ids, the policy "
@@ -198,7 +193,7 @@ def check_models(config: PPOConfig) -> None:
                 "vocabulary."
             )
     for key, model in models.items():
-        fetch_weights(model, key=key)
+        pretrained.fetch_weights(model, key=key)
     policy_part = "actor_rollout_ref.actor", config.actor_rollout_ref.actor
     for key, hf_config in configs.items():
         if not key.startswith("reward_model"):
@@ -209,8 +204,8 @@ def check_models(config: PPOConfig) -> None:
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a teacher that reads other words than the policy writes. Its embeddings may be padded."""
-    size = load_hf_config(model, key=TEACHER_PATH).get_text_config().vocab_size
-    if size < len(tokenizer) or load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
+    size = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config().vocab_size
+    if size < len(tokenizer) or pretrained.load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that "
             "of the policy, so it would read other words than the policy wrote; choose a teacher of the same tokenizer."

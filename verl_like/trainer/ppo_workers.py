@@ -1,7 +1,7 @@
 """From PPO's configuration to the worker class of each role and the pools that they run on."""
 
-import importlib
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,9 +61,8 @@ def build_role_worker_mapping(
 
 def import_worker_class(role: str, path: str) -> type[Worker]:
     """The class at `package.module.Class`; raises ValueError if it cannot be imported or is not a Worker."""
-    module_name, _, class_name = path.rpartition(".")
     try:
-        worker_class = getattr(importlib.import_module(module_name), class_name)
+        worker_class = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"worker_classes.{role}={path} cannot be imported ({error}): give package.module.Class, with the package "

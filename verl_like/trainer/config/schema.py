@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estimator_fn
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import Registry, required_inputs
-from verl_like.config_model import ConfigModel, OpenConfigModel, PositiveInt
+from verl_like.config_model import ConfigModel, MinusOneOrPositive, OpenConfigModel, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
 from verl_like.workers.config.roles import (
@@ -19,16 +19,8 @@ from verl_like.workers.config.roles import (
     RewardModelConfig,
 )
 
-
-def _refuse_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("expected -1 (no limit, or never) or a positive number")
-    return value
-
-
 # Lists become tuples, so that nothing below the entry point can change them.
 Paths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False), Field(min_length=1)]
-MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
 Seconds = Annotated[float, Field(gt=0)]
 
 

@@ -183,13 +183,8 @@ def _with_own_pools(
 
 def updated(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
     """The configuration with other values of some keys, given by their full path."""
-    nested: dict[str, dict[str, Any]] = {}
-    own: dict[str, Any] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
-        if rest:
-            nested.setdefault(name, {})[rest] = value
-        else:
-            own[name] = value
-    own |= {name: updated(getattr(config, name), inner) for name, inner in nested.items()}
-    return config.model_copy(update=own)
+        value = updated(getattr(config, name), {rest: value}) if rest else value
+        config = config.model_copy(update={name: value})
+    return config

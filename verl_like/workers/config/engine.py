@@ -2,9 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from verl_like.config_model import ConfigModel, NonNegativeFloat
+from verl_like.config_model import ConfigModel, MinusOneOrPositive, NonNegativeFloat
 from verl_like.workers.config.models import TrainingDtype
 
 
@@ -33,7 +33,7 @@ class TrainedFsdpConfig(FsdpConfig):
 
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory except during the optimizer step."""
-    fsdp_size: Annotated[int, Field(ge=-1)] = -1
+    fsdp_size: MinusOneOrPositive = -1
     """Ranks one copy of the parameters is sharded over; -1 means all ranks of the pool. It divides the pool's size."""
     model_dtype: TrainingDtype = "float32"
     """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
@@ -41,13 +41,6 @@ class TrainedFsdpConfig(FsdpConfig):
     """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass, and
     keep only a shard of its gradient between micro-batches. false is for models whose parameters and float32 gradients
     fit on every device: gradients then travel once an optimizer step. One rank alone gathers and frees nothing."""
-
-    @field_validator("fsdp_size")
-    @classmethod
-    def fsdp_size_is_all_ranks_or_positive(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("expected -1 (all ranks) or a positive number of ranks")
-        return value
 
 
 class OptimConfig(ConfigModel):

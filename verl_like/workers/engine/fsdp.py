@@ -94,6 +94,7 @@ class FsdpEngine(TrainingEngine):
         self._shard(self.model)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.parameters, training.optim) if training else None
+        self.optimizers = [self.optimizer] if self.optimizer else []
         self.training_steps = 0
         self.consecutive_skips = 0
         self._offload()
@@ -225,7 +226,7 @@ class FsdpEngine(TrainingEngine):
         state = self._state()
         dcp.load(state, checkpoint_id=path)
         set_state_dict(
-            self.model, self._optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
+            self.model, self.optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
         )
         self.training_steps = int(state["training_steps"])
 
@@ -241,11 +242,7 @@ class FsdpEngine(TrainingEngine):
         if dist.get_rank() == 0:
             save_pretrained(self.model.hf, kept, config, dtype, path)
 
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.optimizer] if self.optimizer else []
-
     def _state(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self.model, self._optimizers)
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizers)
         state = {"model": model_state, "training_steps": torch.tensor(self.training_steps)}
         return state | ({"optimizer": optimizer_state} if self.optimizer else {})
