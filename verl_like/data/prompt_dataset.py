@@ -90,10 +90,7 @@ class PromptDataset:
         return {
             "index": range(len(self))[index],
             "input_ids": self._prompts[index],
-            "raw_prompt": row.messages,
-            "data_source": row.data_source,
-            "reward_model": row.reward_model,
-            "extra_info": row.extra_info,
+            **{name: value for name, value in vars(row).items() if name != "place"},
         }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -140,12 +137,12 @@ def _tokenize(
     for row in rows:
         try:
             text = tokenizer.apply_chat_template(
-                row.messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+                row.raw_prompt, tokenize=False, add_generation_prompt=True, **template_kwargs
             )
         except Exception as error:  # a template may raise anything; the error names the row
             raise ValueError(
                 f"{row.place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
-                f"{[message['role'] for message in row.messages]}: {type(error).__name__}: {error}"
+                f"{[message['role'] for message in row.raw_prompt]}: {type(error).__name__}: {error}"
             ) from error
         texts.append(text)
     # As apply_chat_template(tokenize=True) does, but for all rows at once: the template has the special tokens already.

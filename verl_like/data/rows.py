@@ -16,7 +16,7 @@ class PromptRow:
     """One checked row and where it comes from."""
 
     place: str  # names it in an error: the file and the row, counted from 0; in JSONL the line number less one
-    messages: list[dict[str, Any]]
+    raw_prompt: list[dict[str, Any]]
     data_source: str
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]

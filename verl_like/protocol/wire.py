@@ -1,5 +1,6 @@
 """A batch as NumPy arrays (out of band in pickle protocol 5) and as a file (without pickle)."""
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         if _FILE_STRUCTURE not in file.keys():  # noqa: SIM118  it is no dict
             raise ValueError(f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}.")
     arrays = safetensors.numpy.load_file(path)
-    return _decode(json.loads(arrays[_FILE_STRUCTURE].tobytes()), arrays)
+    return json.loads(arrays[_FILE_STRUCTURE].tobytes(), object_hook=functools.partial(_decode, arrays))
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -107,16 +108,12 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     )
 
 
-def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, arrays) for item in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    if kind == "array":
-        return arrays[content]
-    content = _decode(content, arrays)
+def _decode(arrays: dict[str, np.ndarray], encoded: dict[str, Any]) -> Any:
+    """What `{kind: content}` stands for; the content is decoded already."""
+    [(kind, content)] = encoded.items()
     match kind:
+        case "array":
+            return arrays[content]
         case "tuple":
             return tuple(content)
         case "dict":

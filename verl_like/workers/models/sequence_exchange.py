@@ -6,11 +6,11 @@ same rows and compute the same loss, and each differentiates its own tokens: the
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_to_all_single
 
 # Legend: N tokens of all packed sequences, n = N / s of them on each of the s ranks of a group; H query heads, G
 # key/value heads, D head size; M scored tokens of the group, m of this rank.
@@ -37,14 +37,14 @@ class SequenceExchange:
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         by_rank = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]  # (s, heads / s, n, D)
         heads = [tensor.size(1) for tensor in by_rank]
-        received = _Exchange.apply(torch.cat(by_rank, dim=1), self.group)  # (ranks that sent, own heads, n, D)
+        received = self._exchange(torch.cat(by_rank, dim=1))  # (ranks that sent, own heads, n, D)
         own = received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         own_query, own_key, own_value = own.split(heads, dim=1)
         return own_query, own_key, own_value
 
     def heads_to_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """The way back: (1, N, H / s, D), all tokens of own heads, to (1, n, H, D), own tokens of all heads."""
-        received = _Exchange.apply(output[0].unflatten(0, (self.size, -1)), self.group)  # (s, n, H / s, D)
+        received = self._exchange(output[0].unflatten(0, (self.size, -1)))  # (s, n, H / s, D)
         return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def gather(self, values_m: torch.Tensor, before: int, total: int) -> torch.Tensor:
@@ -56,18 +56,7 @@ class SequenceExchange:
         gathered_M[own] = values_m  # with its graph: each rank differentiates its own share of the common loss
         return gathered_M
 
-
-class _Exchange(torch.autograd.Function):
-    """Slice i of the first dimension goes to rank i of the group; slice i of the result came from it."""
-
-    @staticmethod
-    def forward(ctx: Any, by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
+        """Slice i of the first dimension goes to rank i of the group; slice i of the result came from it."""
         by_rank = by_rank.contiguous()
-        received = torch.empty_like(by_rank)
-        dist.all_to_all_single(received, by_rank, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.apply(gradient, ctx.group), None
+        return all_to_all_single(torch.empty_like(by_rank), by_rank, group=self.group)
