@@ -13,6 +13,7 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.detached.config import updated
 from verl_like.trainer.experience_maker import Experience, Generated, Weights
 from verl_like.trainer.learner import Learner
 
@@ -32,9 +33,8 @@ def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
     groups = {role: LocalWorkerGroup(trainer.role_worker_mapping[role], role=role) for role in ("actor", "critic")}
     for group in groups.values():
         group.init_model()
-    # Two of the batch's four prompts a mini-batch, with two responses each.
-    sizes = {"num_actor_mini_batch_rows": 4, "num_critic_mini_batch_rows": 4}
-    return Learner(**groups, **sizes, critic_warmup=critic_warmup, max_staleness=1)
+    config = updated(trainer.config, {"trainer.critic_warmup": critic_warmup})
+    return Learner(config, groups, max_staleness=1)
 
 
 def experience_of(trainer: LocalTrainer, batch: DataProto) -> Experience:

@@ -31,36 +31,25 @@ class Update:
         return metrics
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Learner:
     """Trains the actor and the critic on experience from any maker, with which it shares no state.
 
     Each `learn` is one training step; `version` counts them and numbers the weights.
     """
 
-    actor: WorkerGroup
-    critic: WorkerGroup | None
-    num_actor_mini_batch_rows: int
-    """Rows of one optimizer step over all ranks."""
-    num_critic_mini_batch_rows: int
-    critic_warmup: int
-    """First training steps that leave the actor as it is."""
+    config: PPOConfig
+    groups: Mapping[str, WorkerGroup]
+    """Among them the actor's and, where there is one, the critic's."""
     max_staleness: int
     """Most training steps between the weights that drew a token and those that are trained on it."""
     version: int = 0
 
-    @classmethod
-    def of(cls, config: PPOConfig, groups: Mapping[str, WorkerGroup], max_staleness: int) -> "Learner":
-        """The learner that the configuration describes, on the groups of actor and critic."""
-        n = config.actor_rollout_ref.rollout.n
-        return cls(
-            actor=groups[Role.Actor],
-            critic=groups.get(Role.Critic),
-            num_actor_mini_batch_rows=config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
-            num_critic_mini_batch_rows=config.critic.ppo_mini_batch_size * n,
-            critic_warmup=config.trainer.critic_warmup,
-            max_staleness=max_staleness,
-        )
+    def __post_init__(self) -> None:
+        self.actor, self.critic = self.groups[Role.Actor], self.groups.get(Role.Critic)
+        policy = self.config.actor_rollout_ref  # mini-batches: rows of one optimizer step over all ranks
+        self.num_actor_mini_batch_rows = policy.actor.ppo_mini_batch_size * policy.rollout.n
+        self.num_critic_mini_batch_rows = self.config.critic.ppo_mini_batch_size * policy.rollout.n
 
     def learn(self, experience: Experience) -> Update:
         """Submits the updates on experience of one or more mini-batches; returns at once.
@@ -74,7 +63,7 @@ class Learner:
         self.version += 1
         if self.critic:
             pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
-        if self.version > self.critic_warmup:
+        if self.version > self.config.trainer.critic_warmup:
             pending.append(work.submit(self.actor.update_actor, batch, self.num_actor_mini_batch_rows))
         return Update(pending, metrics)
 

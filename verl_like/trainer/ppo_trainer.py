@@ -93,7 +93,7 @@ class RayPPOTrainer:
 
     def build_learner(self) -> Learner:
         """The learner of this run's policy and critic."""
-        return Learner.of(self.config, self.groups, self.config.trainer.pipeline_depth)
+        return Learner(self.config, self.groups, self.config.trainer.pipeline_depth)
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""

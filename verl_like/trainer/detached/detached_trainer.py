@@ -129,7 +129,7 @@ class DetachedPPOTrainer:
         mapping = dict((self.model_fn or trainer_models)(config))
         pools = self.pools or build_resource_pools(config, list(mapping))
         self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
-        self.learner = Learner.of(config, self.groups, config.detached.max_staleness)
+        self.learner = Learner(config, self.groups, config.detached.max_staleness)
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         start_models(self.groups)
