@@ -137,15 +137,10 @@ class RuleScorer:
     _number_of_process: dict[int, int] = field(default_factory=dict)
 
     def check(self, dataset: PromptDataset) -> list[str] | None:
-        """Scores the ground truth of the first row of each data source before a run.
+        """Scores the ground truth of the first row of each data source before a run, as `RewardManager.check` does.
 
-        Returns:
-            The names of the numbers that the function returned beside the scores; None where it returned nothing else
-            for a row, since it may for others.
-
-        Raises:
-            RewardError: the function raised, hung or returned something that is not a score, or a data source has none.
-                Under reward.on_error=skip it is a warning, unless every row failed.
+        Returns the names of the numbers that the function returned beside the scores, or None. A data source without a
+        reward fails too.
         """
         first: dict[str, RewardSample] = {}
         for row in dataset:

@@ -254,10 +254,8 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
 
 
 def check_arrival(expected: Mapping[str, Any], loaded: Mapping[str, Any], failure: str) -> str:
-    """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal.
-
-    Raises:
-        WeightSyncError: they are not; says `failure` and which parameters differ.
+    """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal; else WeightSyncError,
+    which says `failure` and which parameters differ.
     """
     names = sorted(name for name in {**expected, **loaded} if expected.get(name) != loaded.get(name))
     if names:
@@ -270,18 +268,10 @@ def check_arrival(expected: Mapping[str, Any], loaded: Mapping[str, Any], failur
 
 
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
-    """Checks that the exports are complete and hold the trainer's values, so that they may be applied.
+    """The trainer's fingerprint of each parameter, by name, if the exports are complete and hold the trainer's values.
 
-    Args:
-        exports: `collect_weights` of every trainer rank.
-        version: the version that they must have.
-        device: computes the fingerprints, of one parameter at a time.
-
-    Returns:
-        The trainer's fingerprint of each parameter, by name.
-
-    Raises:
-        WeightSyncError: see `check_exports`; or a value is not the trainer's.
+    `device` computes the fingerprints, of one parameter at a time. Raises WeightSyncError as `check_exports` does, or
+    if a value is not the trainer's.
     """
     expected = check_exports(exports, version)
     staged = {name: fingerprint_tensor(tensor.to(device)) for name, tensor in iterate_weights(exports)}

@@ -27,10 +27,8 @@ _HEADER = struct.Struct("<qdd")  # the fields of CallHeader; Ray sends bytes as 
 class StoredBatch:
     """A batch as the driver sends it: references to the columns that are in the object store, and the rest.
 
-    Attributes:
-        segments: references to lists of packed columns.
-        locations: where each stored column is: [number of the segment, index in its list].
-        rest: the packed state of the batch without the stored columns, or a reference to it.
+    `segments` are references to lists of packed columns; `locations` says of each stored column in which segment and
+    where in its list it is; `rest` is the packed state without the stored columns, or a reference to it.
     """
 
     segments: list[Any]

@@ -58,11 +58,8 @@ def maker_models(
 
 
 class PromptLoader:
-    """Prompts by their number in the order of the run.
-
-    Args:
-        config: the configuration of the run, which says where they are.
-        dataset: the training prompts; None reads them when they are first needed.
+    """Prompts by their number in the order of the run; those of the configuration are read when they are first needed,
+    unless `dataset` gives them.
     """
 
     def __init__(self, config: DetachedConfig, dataset: PromptDataset | None = None) -> None:

@@ -53,18 +53,11 @@ class RolloutEngine(ABC):
     between two steps, also while responses are unfinished. The tokens of a response do not depend on the way: they are
     a function of its request and of the weights of each token, up to the rounding of the logits.
 
-    `tensor_model_parallel_size` consecutive ranks make up one replica. Its ranks get the same calls in the same order
-    and return the same responses; `dp_rank` numbers the replicas and `is_collect` marks the rank of each whose result
-    is used.
+    `tensor_model_parallel_size` consecutive ranks, which are constructed at the same time, make up one replica. They
+    get the same calls in the same order and return the same responses; `dp_rank` numbers the replicas and `is_collect`
+    marks the rank of each whose result is used.
 
     An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has.
-
-    Args:
-        config: how the engine samples.
-        model: architecture and tokenizer.
-        rank: this process among the `world_size` of the rollout. Ranks of a replica are constructed at the same time.
-        seed: the run's seed.
-        device: `cpu` or `cuda`.
 
     Raises:
         ValueError, ModuleNotFoundError: a setting or a package does not fit or is missing; the message says what to do.
@@ -233,17 +226,13 @@ class RolloutEngine(ABC):
             prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left, and the
                 non-tensor column `uid`, which names the prompt in what is yielded, in errors and in the seeds; meta
                 `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
-                (bool, default False: one response, the likeliest token each time). A
-                response is a function of the run's seed, `global_steps`, `validate`, its prompt's uid and its index
-                among the n, up to the rounding of the logits; the other rows, their order and the number of
-                replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
+                (bool, default False: one response, the likeliest token each time). The other rows, their order and
+                the number of replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
 
         Returns:
-            B * n rows, the n responses of a prompt one after the other: prompts (B*n, P), responses (B*n, R) padded on
-            the right, input_ids, attention_mask, position_ids (B*n, T), response_mask (B*n, R) int64, 1 on generated
-            tokens including the end-of-sequence token, rollout_log_probs (B*n, R) float32 under the distribution the
-            tokens were drawn from (temperature, top-k, top-p), zero on padding; and the non-tensor column
-            policy_version: of each response a tuple of spans (version, start, end) of its tokens.
+            B * n rows, the n responses of a prompt one after the other: the columns of `generate_sequences` in
+            docs/columns.md, log-probabilities under the distribution the tokens were drawn from (temperature, top-k,
+            top-p).
 
         Raises:
             RuntimeError: no weights were loaded, or requests are in flight.
@@ -317,12 +306,8 @@ class RolloutEngine(ABC):
     def load_weights(self, exports: Sequence[WeightExport], version: int) -> dict[str, Any]:
         """Replaces the engine's weights and proves that they are the trainer's; requests in flight go on with them.
 
-        Args:
-            exports: `collect_weights` of every trainer rank.
-            version: the version they must have, not older than what the engine had before.
-
-        Returns:
-            version, fingerprint (hexadecimal, of all parameters together), num_bytes, seconds.
+        `exports` are `collect_weights` of every trainer rank; `version` is not older than what the engine had before.
+        Returns version, fingerprint (hexadecimal, of all parameters together), num_bytes and seconds.
 
         Raises:
             WeightSyncError: the exports are stale, incomplete or changed on their way, and the engine goes on with the
