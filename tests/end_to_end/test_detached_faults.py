@@ -14,9 +14,10 @@ from test_local_step import local_trainer
 from test_maker_and_learner import SETTINGS, prompts_of
 
 from verl_like.protocol import Part
+from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
-from verl_like.trainer.detached.side import PushedWeights, SentFuture, SideRecorder
+from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 
 pytestmark = pytest.mark.ray
 REWARD = """
@@ -128,7 +129,7 @@ def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(tmp_pat
         holder_class = ExperienceMakerHolder.__ray_metadata__.modified_class
         holder = object.__new__(holder_class)
         holder.run, holder.config, holder.recorder = trainer, trainer.config, SideRecorder("maker_0")
-        holder.version, holder.pushed = 0, PushedWeights(1, {"actor": SentFuture(parts, lambda results: results)})
+        holder.version, holder.pushed = 0, PushedWeights(1, {"actor": ForwardedFuture(parts, lambda results: results)})
         started = time.monotonic()
         holder.load_newest_weights()
         assert time.monotonic() - started < 30

@@ -15,6 +15,7 @@ from verl_like.algorithms.overlong_penalty import overlong_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
+from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import scoring
 from verl_like.trainer.balancing import RowWork
@@ -43,7 +44,7 @@ class Experience:
 class Weights:
     """The actor's weights as one version; the export may still be running."""
 
-    exported: Future[Any]
+    exported: Future[Any] | ForwardedFuture
     version: int
 
 

@@ -12,8 +12,10 @@ import ray
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.failure import WorkerDied
+from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig, trainer_config, trainer_roles, updated
@@ -22,7 +24,6 @@ from verl_like.trainer.detached.side import (
     LedgerHandle,
     ModelFn,
     PushedWeights,
-    SentFuture,
     SideRecorder,
     SideReport,
     remote,
@@ -146,10 +147,12 @@ class DetachedPPOTrainer:
         if self.index:
             return
         version, deadline_s = self.learner.version, self.config.trainer.call_timeout_s
-        exports = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
-        sent = {role: SentFuture.of(future, deadline_s) for role, future in exports.items()}
+        futures = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
+        exports = {role: ForwardedFuture(tuple(future.parts), future.collect) for role, future in futures.items()}
+        # What is pushed has been exported. It stays with the workers.
+        fetch([part.header for export in exports.values() for part in export.parts], deadline_s)
         self.learner.actor.report_finished_calls()
-        self.pushed = PushedWeights(version, sent)
+        self.pushed = PushedWeights(version, exports)
         for name in self.maker_names:
             with contextlib.suppress(WorkerDied):  # when it was started again, it asks for what was pushed last
                 side_named(name).update_experience_maker.remote(self.pushed)

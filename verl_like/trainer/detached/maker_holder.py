@@ -228,15 +228,14 @@ class ExperienceMakerHolder:
         if weights is None or weights.version <= self.version:
             return
         with self.recorder.timer("update_weights"):
-            futures = {role: sent.receive() for role, sent in weights.exports.items()}
-            headers = [part.header for sent in weights.exports.values() for part in sent.parts]
+            headers = [part.header for export in weights.exports.values() for part in export.parts]
             try:
                 ray.get(headers, timeout=self.config.trainer.call_timeout_s)
             except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                 return
-            self.run.maker.load_weights(Weights(futures[Role.Actor], weights.version))
+            self.run.maker.load_weights(Weights(weights.exports[Role.Actor], weights.version))
             for role in self.run.groups.keys() & set(TRAINED):
-                self.run.groups[role].load_weights(futures[role], version=weights.version)
+                self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
         self.version = weights.version
         trainer = self.config.trainer
         passed = (

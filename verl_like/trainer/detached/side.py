@@ -13,11 +13,11 @@ from typing import Any
 
 import ray
 
-from verl_like.protocol import Future, Metric, Part
+from verl_like.protocol import Metric
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
-from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.detached.config import DetachedConfig
 
@@ -32,49 +32,11 @@ ModelFn = Callable[[DetachedConfig], Mapping[str, RayClassWithInitArgs]]
 
 
 @dataclass(frozen=True)
-class SentFuture:
-    """A future on its way to another driver: references to its ranks' results, and how they become one value."""
-
-    parts: Sequence[Part]
-    collect: Callable[[list[Any]], Any]
-
-    @classmethod
-    def of(cls, future: Future[Any], deadline_s: float) -> SentFuture:
-        """Waits until the call has finished; its results stay where they are. Raises the call's WorkerError."""
-        parts = future.parts
-        fetch([part.header for part in parts], deadline_s)
-        return cls(parts, future.collect)
-
-    def receive(self) -> Future[Any]:
-        """The future as an argument of this driver's worker groups."""
-        return Future(_ReceivedCall(self.parts), self.collect)
-
-
-@dataclass(frozen=True)
-class _ReceivedCall:
-    """A call of another driver, which has finished."""
-
-    its_parts: Sequence[Part]
-
-    def wait(self, timeout: float | None) -> list[Any]:
-        raise AssertionError("results of another driver are read by workers alone")
-
-    def stream(self) -> Iterator[Any]:
-        return iter(())
-
-    def done(self) -> bool:
-        return True
-
-    def parts(self) -> list[Part]:
-        return list(self.its_parts)
-
-
-@dataclass(frozen=True)
 class PushedWeights:
-    """The weights of one version: what each trained role exported."""
+    """The weights of one version: what each trained role exported, as an argument of any driver's worker groups."""
 
     version: int
-    exports: Mapping[str, SentFuture]
+    exports: Mapping[str, ForwardedFuture]
 
 
 @dataclass(frozen=True)
