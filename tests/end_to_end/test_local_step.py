@@ -21,6 +21,7 @@ from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
+from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout import base
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def local_trainer(
     folder.mkdir(exist_ok=True)
     length = ["trainer.n_gpus_per_node=1", f"trainer.total_training_steps={steps}"]
     config = load_ppo_config([*tiny_run_settings(folder, tiny_llama), *length, *settings], *(config_file or ()))
-    tokenizer = ppo_inputs.load_tokenizer(config.actor_rollout_ref.model)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     datasets = [ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}
     rewards = ppo_inputs.start_reward_manager(config) if with_rules else None

@@ -13,6 +13,7 @@ from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
@@ -117,7 +118,7 @@ def test_the_datasets_are_read_as_the_data_settings_say(tmp_path: Path, tiny_lla
         "data.train_max_samples=3", "data.val_max_samples=2", "data.apply_chat_template_kwargs={sign: '-'}",
     )  # fmt: skip
     path, _ = tiny_llama()
-    tokenizer = ppo_inputs.load_tokenizer(config.actor_rollout_ref.model.model_copy(update={"path": path}))
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.model_copy(update={"path": path}))
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ sign }}"
     train, val = (ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val"))
     # Of the first three rows of both files the long one is left out.

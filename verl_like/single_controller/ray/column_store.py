@@ -47,7 +47,9 @@ class ColumnStore:
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put([pack_column(wire) for wire in fresh.values()])
             for index, name in enumerate(fresh):
-                stored[name] = self._remember(tensors[name], segment, index)
+                stored[name] = column = _Column(write_count(tensors[name]), segment, index)
+                if column.write_count >= 0:  # what has no counter is not remembered
+                    self._columns[tensors[name]] = column
             fresh = {}
         rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
@@ -57,12 +59,6 @@ class ColumnStore:
     def _find(self, tensor: torch.Tensor) -> _Column | None:
         column: _Column | None = self._columns.get(tensor)
         return column if column is not None and column.write_count == write_count(tensor) else None
-
-    def _remember(self, tensor: torch.Tensor, segment: Any, index: int) -> _Column:
-        column = _Column(write_count(tensor), segment, index)
-        if column.write_count >= 0:  # what has no counter is not remembered
-            self._columns[tensor] = column
-        return column
 
 
 # One for all groups of a driver, which are given the same batch one after the other.

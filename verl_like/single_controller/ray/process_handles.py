@@ -39,7 +39,7 @@ class ProcessHandles:
     ) -> None:
         self.role, self.pool = role, pool
         self._infos: list[ProcessInfo] | None = None
-        self._stopped: Exception | None = None  # why the actors are gone
+        self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
         places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
         environments = [rank_environment(rank, pool.world_size, *place, device) for rank, place in enumerate(places)]
@@ -115,25 +115,24 @@ class ProcessHandles:
         return [values[rank] for rank in range(len(references))]
 
     def stop(self, reason: Exception) -> None:
-        """Kill every process of the group; later calls raise `reason`."""
-        if self._stopped is not None:
+        """Kill every process of the group."""
+        if self.stopped is not None:
             return
-        self._stopped = reason
+        self.stopped = reason
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         self.pool.give_back(self.bundles)
 
-    def check_running(self) -> None:
-        if self._stopped is not None:
-            raise self._stopped
-
     def _as_worker_error(self, role: str, method: str, failures: dict[int, RayError], running: list[int]) -> Exception:
         deaths = [rank for rank, error in failures.items() if not isinstance(error, RayTaskError)]
         if deaths:
-            if self._stopped is None:
-                self.stop(self._death(role, method, deaths[0], failures[deaths[0]]))
-            assert self._stopped is not None
-            return self._stopped
+            if self.stopped is None:
+                rank, info = deaths[0], self._info(deaths[0])
+                reason = str(failures[rank]).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
+                text = f"{reason}\n{_last_log_lines(info)}"
+                self.stop(WorkerDied(role, rank, info.node, info.pid, method, text))
+            assert self.stopped is not None
+            return self.stopped
         rank, error = next(iter(failures.items()))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
@@ -147,11 +146,6 @@ class ProcessHandles:
                 f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, shut the group down"
             )
         return cause
-
-    def _death(self, role: str, method: str, rank: int, error: RayError) -> WorkerDied:
-        info = self._info(rank)
-        reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
-        return WorkerDied(role, rank, info.node, info.pid, method, f"{reason}\n{_last_log_lines(info)}")
 
     def _info(self, rank: int) -> ProcessInfo:
         """Where a rank runs, or ran, as far as it is known."""

@@ -103,7 +103,8 @@ class RayWorkerGroup(WorkerGroup):
     def submit(
         self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
     ) -> PendingCall:
-        self.processes.check_running()
+        if self.processes.stopped is not None:
+            raise self.processes.stopped
         references = []
         for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False)):
             packed = [pack(value) for value in args], {name: pack(value) for name, value in kwargs.items()}
