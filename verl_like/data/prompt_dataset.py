@@ -1,6 +1,5 @@
 """The prompts of a run, tokenised once when they are loaded."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,8 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_like.data.rows import PromptRow, read_prompt_rows
 from verl_like.protocol import DataProto
-
-logger = logging.getLogger(__name__)
 
 
 class PromptDataset:
@@ -56,10 +53,6 @@ class PromptDataset:
         self.num_filtered = len(overlong) if filter_overlong_prompts else 0
         self.num_truncated = len(overlong) - self.num_filtered
         if self.num_filtered:
-            logger.warning(
-                "%d of %d prompts are longer than data.max_prompt_length=%d and are left out",
-                self.num_filtered, len(rows), max_prompt_length,
-            )  # fmt: skip
             rows = [row for row, prompt in zip(rows, prompts, strict=True) if len(prompt) <= max_prompt_length]
             prompts = [prompt for prompt in prompts if len(prompt) <= max_prompt_length]
             if not rows:
@@ -70,10 +63,6 @@ class PromptDataset:
         elif overlong:
             if truncation == "error":
                 raise _overlong_error(rows, prompts, overlong, max_prompt_length)
-            logger.warning(
-                "%d of %d prompts are cut (%s) to data.max_prompt_length=%d tokens",
-                self.num_truncated, len(rows), truncation, max_prompt_length,
-            )  # fmt: skip
             num_first = {"left": 0, "middle": max_prompt_length // 2, "right": max_prompt_length}[truncation]
             for index in overlong:
                 prompt = prompts[index]
