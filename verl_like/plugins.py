@@ -7,8 +7,7 @@ from collections.abc import Sequence
 def import_plugins(modules: Sequence[str]) -> None:
     """Imports the modules, which register what they add; one that was imported before does nothing.
 
-    Raises:
-        ValueError: a module cannot be imported; it is named, with the reason.
+    Raises ValueError, with the reason, for a module that cannot be imported.
     """
     for module in modules:
         try:

@@ -43,8 +43,7 @@ def takes_raw_prompt(reward_fn: Callable[..., Any]) -> bool:
 def load_reward_function(spec: RewardFunctionSpec, timeout_s: float = 30.0) -> functools.partial[Any]:
     """Loads a reward function, which has `timeout_s` seconds for a sample, and binds `reward_kwargs` to it.
 
-    Raises:
-        ValueError: the file, module or function is missing, or cannot be called with these arguments.
+    Raises ValueError if file, module or function is missing, or cannot be called with these arguments.
     """
     path, name, reward_kwargs = spec.path, spec.name, spec.reward_kwargs
     if path is None:

@@ -13,8 +13,7 @@ _REWARD_FNS: dict[str, RewardFn] = {}
 def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
     """Registers a reward function for data sources; a name may be a shell pattern such as `lighteval/*`.
 
-    Raises:
-        ValueError: one of the names is registered already.
+    Raises ValueError if one of the names is registered already.
     """
 
     def decorate(reward_fn: RewardFn) -> RewardFn:
@@ -33,8 +32,7 @@ def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
 def get_reward_fn(data_source: str) -> RewardFn:
     """The reward function of a data source: its exact name first, else the first registered pattern that matches.
 
-    Raises:
-        ValueError: no reward is registered for the data source.
+    Raises ValueError if there is none.
     """
     if data_source in _REWARD_FNS:
         return _REWARD_FNS[data_source]

@@ -26,8 +26,7 @@ from verl_like.workers.weight_transfer import WeightTransport
 class ModelWorker(Worker):
     """One rank of a model that an engine runs; `init_model` of a subclass starts the engine.
 
-    Args:
-        shares_device: whether a rollout engine takes memory of the device in turn.
+    `shares_device` says whether a rollout engine takes memory of the device in turn.
     """
 
     model_class: ClassVar[type[PackedModel]]
@@ -117,8 +116,7 @@ class TrainedWorker(ModelWorker):
     ) -> None:
         """Makes the engine and the schedule of its updates; `key` names `settings` in messages.
 
-        Raises:
-            ValueError: ranks, rows of a mini-batch or attention heads do not divide as the settings ask.
+        Raises ValueError if ranks, rows of a mini-batch or attention heads do not divide as the settings ask.
         """
         shards = self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
         prompts, n = settings.ppo_mini_batch_size, samples_per_prompt

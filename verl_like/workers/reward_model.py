@@ -39,8 +39,7 @@ class RewardModelWorker(ModelWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score of each sequence, (B, R) float32: on the last response token, 0 elsewhere.
 
-        Raises:
-            ValueError: a sequence longer than the reward model can read.
+        Raises ValueError for a sequence longer than the reward model can read.
         """
         rows = to_rows(data, self.device)
         longest, limit = int(rows["attention_mask"].sum(-1).max()), self.engine.hf_config.max_position_embeddings

@@ -92,8 +92,7 @@ class DeviceMetric:
     def of(cls, name: str, value: torch.Tensor | float, mask_BR: torch.Tensor) -> "DeviceMetric":
         """What a loss reports of a micro-batch: a value by token (B, R), by row (B,), or one number, its token mean.
 
-        Raises:
-            ValueError: a tensor of another shape.
+        Raises ValueError for a tensor of another shape.
         """
         num_tokens = mask_BR.sum()
         if not isinstance(value, torch.Tensor):
@@ -130,8 +129,7 @@ def forward(
 ) -> list[torch.Tensor]:
     """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row.
 
-    Returns:
-        What `run` returned for all rows, in their order, on the host.
+    Returns what `run` returned for all rows, in their order, on the host.
     """
     all_rows = torch.arange(len(rows["input_ids"]))
     (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size)

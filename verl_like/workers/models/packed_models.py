@@ -75,8 +75,7 @@ class PolicyModel(PackedModel):
 def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     """What the model multiplies its head's output by, and the bound of its logits, or None.
 
-    Raises:
-        ValueError: a head that is not one matrix, or logits that are changed in another way.
+    Raises ValueError for a head that is not one matrix, or logits that are changed in another way.
     """
     head, config = hf.get_output_embeddings(), hf.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:

@@ -163,8 +163,7 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) 
 def fetch_weights(config: ModelConfig, *, key: str) -> None:
     """Downloads a model of the hub into this machine's cache, so that no rank does it while others wait for that rank.
 
-    Raises:
-        ValueError: there are no weights.
+    Raises ValueError if there are no weights.
     """
     path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]

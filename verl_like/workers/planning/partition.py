@@ -142,8 +142,7 @@ def rank_order(num_rows: int, num_mini_batch_rows: int, world_size: int) -> np.n
 def num_rows_per_rank(num_rows: int, num_mini_batch_rows: int, num_ranks: int, *, what: str = "") -> int:
     """A rank's equal share of each mini-batch of `num_rows` rows; `what` says where the number of rows comes from.
 
-    Raises:
-        ValueError: the rows do not divide into mini-batches, or those not by the ranks.
+    Raises ValueError if the rows do not divide into mini-batches, or those not by the ranks.
     """
     if num_rows % num_mini_batch_rows or num_mini_batch_rows % num_ranks:
         raise ValueError(

@@ -203,8 +203,7 @@ class RolloutEngine(ABC):
     def sleep(self) -> None:
         """Frees the device for training. The weights may be gone: load them again before generating.
 
-        Raises:
-            RuntimeError: requests are in flight.
+        Raises RuntimeError if requests are in flight.
         """
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; abort them before the engine sleeps.")
@@ -350,8 +349,7 @@ class RolloutEngine(ABC):
 def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
     """The tokens that end a response (the tokenizer's and those of generation_config.json) and the padding token.
 
-    Raises:
-        ValueError: the tokenizer has no end-of-sequence token.
+    Raises ValueError if the tokenizer has no end-of-sequence token.
     """
     tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:

@@ -15,8 +15,7 @@ from verl_like.workers.rollout.request import Completion
 def prompt_uids(prompts: DataProto) -> list[str]:
     """Each row's uid.
 
-    Raises:
-        ValueError: there is no column `uid`, or two rows besides padding share one, so that they draw the same.
+    Raises ValueError without a column `uid`, or if two rows besides padding share one, so that they draw the same.
     """
     if "uid" not in prompts.non_tensor_batch:
         raise ValueError(
