@@ -57,14 +57,14 @@ class DispatchMode:
     collect_ranks: Callable[[WorkerGroupLike], list[int]] | None = None
 
 
+@dataclass(frozen=True)
 class PerRank:
     """Marks an argument of an ALL_TO_ALL method: rank i receives `values[i]`."""
 
-    def __init__(self, values: list[Any]) -> None:
-        self.values = list(values)
+    values: Sequence[Any]
 
 
-def dispatch_each(spread: Callable[[WorkerGroupLike, Any], list[Any]]) -> DispatchFn:
+def dispatch_each(spread: Callable[[WorkerGroupLike, Any], Sequence[Any]]) -> DispatchFn:
     """The dispatch function that gives `spread(group, value)`, one entry per rank, of every argument."""
 
     def dispatch(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def split_batch(group: WorkerGroupLike, value: Any) -> list[Any]:
     return group.split(value, group.world_size) if isinstance(value, Splittable) else replicate(group, value)
 
 
-def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
+def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
     if not isinstance(value, PerRank):
         return replicate(group, value)
     if len(value.values) != group.world_size:
@@ -92,13 +92,13 @@ def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
     return value.values
 
 
-def one_element_per_rank(group: WorkerGroupLike, value: Any) -> list[Any]:
+def one_element_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise ValueError(
             f"DP_COMPUTE takes a list or tuple with one element for each of {group.world_size} ranks of {group.role}, "
             f"got {type(value).__name__}; ONE_TO_ALL gives every rank the same value"
         )
-    return unwrap_per_rank(group, PerRank(list(value)))
+    return unwrap_per_rank(group, PerRank(value))
 
 
 dispatch_one_to_all, dispatch_dp_compute_proto = dispatch_each(replicate), dispatch_each(split_batch)

@@ -6,8 +6,8 @@ A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `f
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import ray
 
@@ -21,25 +21,10 @@ from verl_like.trainer.tracking import require_trackers
 from verl_like.trainer.worker_template import WorkerTemplate
 
 
-class Inputs(Protocol):
-    """What a trainer needs, checked: the configuration to record, with what depends on the data filled in, and lines
-    about the inputs for the start of the run."""
-
-    @property
-    def config(self) -> RunConfig: ...
-
-    @property
-    def notes(self) -> Sequence[str]: ...
-
-
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
-InputsT = TypeVar("InputsT", bound=Inputs)
-
-
 def run(
-    config: ConfigT,
-    check_inputs: Callable[[ConfigT, contextlib.ExitStack], InputsT],
-    fit: Callable[[InputsT, RunRecorder], None],
+    config: RunConfig,
+    check_inputs: Callable[[Any, contextlib.ExitStack], Any],
+    fit: Callable[[Any, RunRecorder], None],
     display: Display,
     template: WorkerTemplate | None = None,
 ) -> int:
@@ -50,7 +35,9 @@ def run(
 
     Args:
         config: a configuration that keeps its rules.
-        check_inputs: raises ValueError or RewardError for wrong input; the stack stops what it starts.
+        check_inputs: returns what the trainer needs, with `config` to record, in which is filled in what depends on the
+            data, and `notes` for the start of the run; raises ValueError or RewardError for wrong input. The stack
+            stops what it starts.
         fit: trains to the end, after Ray was started.
         display: what the record shows.
         template: the workers of a Ray that is started here are forks of it.
@@ -74,8 +61,8 @@ def run(
 
 
 def train(
-    inputs: InputsT,
-    fit: Callable[[InputsT, RunRecorder], None],
+    inputs: Any,
+    fit: Callable[[Any, RunRecorder], None],
     recorder: RunRecorder,
     template: WorkerTemplate | None = None,
 ) -> int:

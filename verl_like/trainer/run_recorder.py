@@ -82,10 +82,10 @@ class RunRecorder:
         self.tracking.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)
 
-    def log_validation(self, metrics: dict[str, float]) -> None:
-        """The validation before the first step."""
-        self.tracking.log(metrics, step=0)
-        self.console.show_validation(0, metrics)
+    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
+        """A validation by itself, such as that before the first step."""
+        self.tracking.log(metrics, step)
+        self.console.show_validation(step, metrics)
 
     def show_generations(
         self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int

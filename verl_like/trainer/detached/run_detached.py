@@ -1,7 +1,5 @@
 """Detached training for the run shell: starts makers and trainers, collects their record, replaces makers that fail."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter, defaultdict
@@ -202,7 +200,7 @@ class DetachedRun:
             self.recorder.timeline.record(event)
         for step, metrics in report.rows:
             if name in self.maker_names:
-                self.log_validation(step, metric_values(metrics))
+                self.recorder.log_validation(metric_values(metrics), step)
             else:
                 self.log_step(step, metrics)
 
@@ -229,10 +227,6 @@ class DetachedRun:
             self.waited_s[name] = report.waited_s
         self.shares_at = now
         return shares
-
-    def log_validation(self, version: int, values: dict[str, float]) -> None:
-        self.recorder.tracking.log(values, version)
-        self.recorder.console.show_validation(version, values)
 
     def place_of(self, name: str) -> tuple[str, int]:
         """Node and process id of a side, as far as they are known."""

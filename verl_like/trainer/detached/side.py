@@ -1,7 +1,5 @@
 """What makers and trainers have in common: how they are found, what they send each other, and what they record."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -71,7 +69,7 @@ class SideRecorder:
     waited_s: float = 0.0
 
     @property
-    def timeline(self) -> SideRecorder:
+    def timeline(self) -> "SideRecorder":
         return self
 
     def record(self, event: CallEvent) -> None:
