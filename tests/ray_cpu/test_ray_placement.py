@@ -18,6 +18,7 @@ from verl_like.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from verl_like.single_controller.ray.cluster import node_resources
+from verl_like.single_controller.ray.resource_pool import reserve
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -117,6 +118,15 @@ def test_a_pool_whose_resources_others_hold_fails_within_its_deadline(stop_all):
     stop_all.append(holder)
     with pytest.raises(ValueError, match=r"not free within 1 s[\s\S]*2 / 8"):
         RayResourcePool([3], use_gpu=False).get_placement_groups(timeout_s=1)
+
+
+def test_processes_share_the_cores_with_those_of_other_pools(stop_all):
+    pools = [RayResourcePool([1], use_gpu=False), RayResourcePool([2], use_gpu=False)]
+    reserve(pools)
+    group = RayWorkerGroup(pools[0], TOY)
+    stop_all += [group, *pools]
+    cores = min(8, len(os.sched_getaffinity(0)))
+    assert group.environment("OMP_NUM_THREADS") == [str(max(1, cores // 3))]
 
 
 def test_the_manager_gives_each_role_its_pool(stop_all):

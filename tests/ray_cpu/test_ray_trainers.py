@@ -77,7 +77,8 @@ def start(
         group = RayWorkerGroup(
             pool,
             create_colocated_worker_cls({role: classes[role] for role in roles}),
-            worker_env=trainer.worker_env(f"{name} of {of}") if trainer else None,
+            # More threads may add in another order.
+            worker_env={"OMP_NUM_THREADS": "1"} | (trainer.worker_env(f"{name} of {of}") if trainer else {}),
             deadline_s=120.0,
         )
         groups |= group.spawn(roles)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,14 +160,23 @@ class ProcessHandles:
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
-    """Each process's share of its node's cores, among the processes of this pool."""
-    tables = [(ray.util.placement_group_table(group), index) for group, index in bundles]
-    nodes: list[str] = [table["bundles_to_node_id"][index] for table, index in tables]
+    """Each process's share of its node's cores, among the bundles of all pools that are reserved there.
+
+    Processes with more threads together than there are cores wait for each other at every barrier.
+    """
+    tables = ray.util.placement_group_table()
+    reserved = Counter(
+        node
+        for table in tables.values()
+        if table["state"] == "CREATED"
+        for node in table["bundles_to_node_id"].values()
+    )
+    nodes: list[str] = [tables[group.id.hex()]["bundles_to_node_id"][index] for group, index in bundles]
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
     cores[here] = min(cores[here], len(os.sched_getaffinity(0)))
-    return [max(1, cores[node] // nodes.count(node)) for node in nodes]
+    return [max(1, cores[node] // reserved[node]) for node in nodes]
 
 
 def _last_log_lines(info: ProcessInfo) -> str:
