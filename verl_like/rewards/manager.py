@@ -62,15 +62,11 @@ class _Answer:
 
 
 class RewardManager:
-    """Runs one reward function in `num_workers` processes that load it once.
+    """Runs one reward function in `num_workers` processes that load it once, and score one sample at a time.
 
-    Each process scores one sample at a time, so a failure affects that sample only. A process that takes longer than
-    `timeout_s` is killed; a process that died is replaced. `on_error` says what happens to the sample: "fail" raises
-    `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. No sample is lost with a process that
-    dies while it loads the function or is idle.
-
-    Raises:
-        ValueError: the function cannot be loaded.
+    A process that dies, or takes longer than `timeout_s`, is replaced; `on_error` says what becomes of its sample:
+    "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. Raises ValueError if the
+    function cannot be loaded.
     """
 
     def __init__(
@@ -224,9 +220,8 @@ class PendingRewards:
     def get(self) -> RewardResult:
         """Waits for all samples, at most as long as it takes if every one of them hangs.
 
-        Raises:
-            RewardError: under on_error="fail", for the first sample in order that could not be scored; under any, if no
-                process can be started any more or the deadline passes.
+        Raises RewardError for the first sample in order that could not be scored, if on_error="fail"; under any, if no
+        process can be started any more or the deadline passes.
         """
         manager = self._manager
         answers = []

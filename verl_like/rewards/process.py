@@ -68,11 +68,8 @@ class RewardProcess:
 
     def answer(self) -> dict[str, Any]:
         """What came of the sample that was begun: `{"score": float or None, "extra": {...}}` or `{"error": text}`, and
-        in both cases `"ran": [process id, start, end]` with times as of time.time().
-
-        Raises:
-            ProcessDied: it ended while it scored the sample.
-            TimeoutError: it scored for longer than `timeout_s` and was stopped.
+        in both cases `"ran": [process id, start, end]` with times as of time.time(). Raises ProcessDied, or
+        TimeoutError if it scored for longer than `timeout_s` and was stopped.
         """
         return self._receive(self.timeout_s)
 

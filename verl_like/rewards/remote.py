@@ -27,12 +27,9 @@ class RewardServerError(RuntimeError):
 class RemoteReward:
     """A reward function that asks a server: its arguments are the body of a POST to `url`, the reply is the score.
 
-    A failed connection and a status of 5xx are tried again after 0.1 s, 0.2 s, 0.4 s, ... until 80% of `timeout_s`
-    (seconds) have passed; any other status but 2xx is an error at once, a redirect too. The environment variable
-    VERL_LIKE_REWARD_TOKEN is sent as a bearer token; where a server repeats it, it is blotted out.
-
-    Raises:
-        ValueError: the URL or the token cannot be sent.
+    A failed connection and a status of 5xx are tried again until 80% of `timeout_s` (seconds) have passed; any other
+    status but 2xx is an error at once. The token of docs/rewards.md is sent along, and blotted out where a server
+    repeats it. Raises ValueError if the URL or the token cannot be sent.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -57,9 +54,7 @@ class RemoteReward:
     def __call__(self, raw_prompt: list[dict[str, Any]] | None, **arguments: Any) -> dict[str, Any]:
         """The server's reply to the arguments of a reward function, with the key `score`.
 
-        Raises:
-            RewardServerError: it could not be reached in time, refused the sample, or its reply is no score.
-            TimeoutError: no reply within the deadline.
+        Raises RewardServerError if there is none or it is no score, TimeoutError if there is none within the deadline.
         """
         body = json.dumps(arguments | {"raw_prompt": raw_prompt}, allow_nan=False).encode()
         deadline, pause_s = time.monotonic() + self._limit_s, _FIRST_PAUSE_S

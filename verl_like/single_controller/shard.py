@@ -17,14 +17,8 @@ Fetch = Callable[[list[Any]], list[Any]]
 class Ordered:
     """A batch of which rank i of a group gets the i-th equal slice of `order`, instead of the i-th slice of its rows.
 
-    The result comes back in the batch's own order. The batch itself is not copied: each rank gathers its rows.
-
-    Args:
-        batch: a batch, or the future of one.
-        order: (B,) the row numbers of the batch, each of them once.
-
-    Raises:
-        ValueError: `order` is not a permutation of the rows.
+    The result comes back in the batch's own order. The batch itself, or the future of one, is not copied: each rank
+    gathers its rows. `order` (B,) are the row numbers of the batch, each of them once, or ValueError is raised.
     """
 
     def __init__(self, batch: DataProto | DataProtoFuture, order: Sequence[int] | np.ndarray | torch.Tensor) -> None:

@@ -114,8 +114,7 @@ class ExperienceMaker:
     ) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
         """Responses to (B,) prompts that are not trained on, as in validation (meta `validate`).
 
-        Returns:
-            (B * num_samples,) rows with their reward columns; the reward of each, 0 where it was skipped; metrics.
+        Returns (B * num_samples,) rows with their reward columns; the reward of each, 0 where it was skipped; metrics.
         """
         batch, scores, generation_metrics = self.generate(prompts, num_samples)
         pending: list[Any] = []

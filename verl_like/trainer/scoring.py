@@ -30,10 +30,8 @@ def reward_columns(
 ) -> dict[str, float]:
     """The columns whose weighted sum is the reward: those that the worker class of each role declares, and the rules'.
 
-    The weight of each of `reward_models`, by their roles, multiplies those that its class declares.
-
-    Raises:
-        ValueError: a column that its class does not write, that two roles write, or of a role that does not reward.
+    The weight of each of `reward_models`, by their roles, multiplies those that its class declares. Raises ValueError
+    for a column that its class does not write, that two roles write, or of a role that does not reward.
     """
     columns = dict(RULE_COLUMNS) if with_rules else {}
     for role, worker_class in worker_classes.items():

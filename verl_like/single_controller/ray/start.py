@@ -57,10 +57,8 @@ def require_cluster(address: str) -> None:
 def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
     """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on this machine.
 
-    `worker_command` takes the place of Python in the command line of that Ray's workers.
-
-    Raises:
-        PlacementError: there is no cluster at the address, or this machine is not a part of it.
+    `worker_command` takes the place of Python in the command line of that Ray's workers. Raises PlacementError if there
+    is no cluster at the address, or this machine is not a part of it.
     """
     # An error of a worker is reported once, by the call that waits for it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

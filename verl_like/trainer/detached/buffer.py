@@ -17,12 +17,10 @@ class TrainerStarvedError(TimeoutError):
 
 
 class ExperienceBuffer:
-    """Groups that wait for one trainer. `extend` and `take` may run in different threads.
+    """Groups that wait for trainer number `trainer`, `limit` at most as long as it does not wait itself.
 
-    Args:
-        ledger: the run's ledger, or anything with its methods that has a deadline of its own, as a handle of the actor.
-        trainer: index of this trainer.
-        limit: most groups that wait here, as long as the trainer does not; beyond it `extend` waits.
+    `extend` and `take` may run in different threads. `ledger` is the run's, or anything with its methods that has a
+    deadline of its own, as a handle of the actor.
     """
 
     def __init__(self, ledger: PromptLedger, trainer: int, limit: int) -> None:
