@@ -205,7 +205,7 @@ def test_exports_of_another_model_name_what_differs_and_change_nothing(role, cop
 def test_an_incomplete_set_of_exports_changes_nothing(role, copy, trained):
     _, expected, (export,) = trained[role]
     copy.load_weights([export], version=4)
-    with pytest.raises(WorkerError, match="expected buckets"):
+    with pytest.raises(WorkerError, match="buckets: expected"):
         copy.load_weights([dataclasses.replace(export, buckets=())], version=4)
     assert not any(changed(expected, compute(copy, role), role))
 

@@ -227,29 +227,22 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     if not exports:
         raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
     first = exports[0]
-    for export in exports:
-        if export.version != version:
-            raise WeightSyncError(
-                f"Version {version} was announced, but rank {export.rank} exported weights of version {export.version}."
-            )
-        for field in ("world_size", "dtype", "num_parameters", "num_buckets"):
-            if getattr(export, field) != getattr(first, field):
-                raise WeightSyncError(
-                    f"Weights of version {version}: ranks {first.rank} and {export.rank} disagree on {field}: "
-                    f"{getattr(first, field)} and {getattr(export, field)}."
-                )
     names = [name for export in exports for bucket in export.buckets for name in bucket.names]
-    for what, got, expected in (
+    shared = {name: getattr(first, name) for name in ("world_size", "dtype", "num_parameters", "num_buckets")}
+    checks: list[tuple[str, Any, Any]] = [
+        *(
+            (f"{name} of rank {export.rank}", getattr(export, name), value)
+            for export in exports
+            for name, value in ({"version": version} | shared).items()
+        ),
         ("ranks", sorted(export.rank for export in exports), list(range(first.world_size))),
         ("buckets", sorted(b.index for export in exports for b in export.buckets), list(range(first.num_buckets))),
-    ):
+        ("number of parameters", len(names), first.num_parameters),
+        ("number of different parameters", len(set(names)), first.num_parameters),
+    ]
+    for what, got, expected in checks:
         if got != expected:
-            raise WeightSyncError(f"Weights of version {version}: expected {what} {expected}, got {got}.")
-    if len(names) != first.num_parameters or len(set(names)) != len(names):
-        raise WeightSyncError(
-            f"Weights of version {version}: expected {first.num_parameters} parameters, each once; got {len(names)}, "
-            f"of which {len(names) - len(set(names))} are repetitions."
-        )
+            raise WeightSyncError(f"Weights of version {version}, {what}: expected {expected}, got {got}.")
     return {name: sum(export.fingerprints.get(name, 0) for export in exports) % 2**64 for name in names}
 
 
