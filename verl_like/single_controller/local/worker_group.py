@@ -27,13 +27,12 @@ class LocalWorkerGroup(WorkerGroup):
         world_size: int = 1,
         *,
         role: str = "worker",
-        worker_env: dict[str, str] | None = None,
         on_call: OnCall | None = None,
     ) -> None:
         super().__init__(ray_cls_with_init.cls, role, world_size, "local", on_call)
         self._invoker = Invoker(node="local")
         self._port_socket, port = reserve_port()
-        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(worker_env or {})}
+        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.workers: list[Any] = []
         for rank in range(world_size):
             with self._environment(rank):

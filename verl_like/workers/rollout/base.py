@@ -71,7 +71,6 @@ class RolloutEngine(ABC):
         self.config = config
         self.model_config = model
         self.rank = rank
-        self.world_size = world_size
         self.seed = seed
         self.device = device
         self.dp_rank = rank // size

@@ -4,8 +4,6 @@ from verl_like.workers.weight_transfer.gloo import GlooTransport
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport
 from verl_like.workers.weight_transfer.transport import WeightTransport
 
-__all__ = ["GlooTransport", "SharedMemoryTransport", "WeightTransport", "get_weight_transport"]
-
 _TRANSPORTS = {"object_store": WeightTransport, "shared_memory": SharedMemoryTransport, "gloo": GlooTransport}
 
 

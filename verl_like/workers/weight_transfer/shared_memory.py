@@ -1,7 +1,5 @@
 """Weights in memory that the processes of a node share: the trainer writes them once, the engines map its pages."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import mmap
