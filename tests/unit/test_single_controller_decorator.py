@@ -126,7 +126,7 @@ def test_a_mesh_needs_one_collected_rank_for_each_shard(coordinates, message):
 
 def test_a_mesh_collects_in_the_order_of_shards_not_of_ranks():
     mesh = Mesh.from_coordinates("actor", "dp", [(1, True), (0, False), (0, True), (1, False)])
-    assert (mesh.dp_ranks, mesh.collect_ranks) == ([1, 0, 0, 1], [2, 0])
+    assert (mesh.dp_size, mesh.dp_ranks, mesh.collect_ranks) == (2, [1, 0, 0, 1], [2, 0])
 
 
 def test_a_mesh_is_registered_once_per_rank():

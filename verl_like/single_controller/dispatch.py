@@ -19,6 +19,10 @@ class Mesh:
     dp_ranks: list[int]
     collect_ranks: list[int]
 
+    @property
+    def dp_size(self) -> int:
+        return len(self.collect_ranks)
+
     @classmethod
     def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> "Mesh":
         """Raises ValueError unless exactly one rank of every dp_rank is collected."""
@@ -142,7 +146,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
         if not isinstance(value, Splittable):
             return replicate(group, value)
         mesh = group.mesh(mesh_name)
-        shards = group.split(value, len(mesh.collect_ranks))
+        shards = group.split(value, mesh.dp_size)
         return [shards[dp_rank] for dp_rank in mesh.dp_ranks]
 
     return {
