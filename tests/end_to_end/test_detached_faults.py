@@ -82,7 +82,8 @@ def test_a_trainer_that_is_killed_ends_the_run_and_the_error_says_what_others_wa
     assert time.monotonic() - killed[0] < 60
     message = capsys.readouterr().err
     assert re.search(r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during", message), message
-    assert re.search(r"This ended trainer_0. When last seen:(\n.*)*maker_0: .* for \d+ s", message), message
+    assert re.search(r"This ended trainer_0.\nmaker_0: .* for \d+ s\n(.*\n)*.* in workingloop\n", message), message
+    assert "trainer_0 does not answer" in message
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     assert "trainer_0 rank 0" in (tmp_path / "runs/latest/report.html").read_text()
@@ -96,7 +97,8 @@ def test_a_trainer_that_is_killed_ends_the_run_and_the_error_says_what_others_wa
         (
             "import time; time.sleep(900)",
             r"trainer_0 rank 0 .* trainer 0 needs 4 groups .* by maker: \{'maker_0': \[0, 1, 2, 3\]\}"
-            r"(\n.*)*maker_0: making experience for \d+ s",
+            r"(.*\n)*maker_0: making experience for \d+ s\n(.*\n)*.*rewards/manager.py.* in answers\n"
+            r"(.*\n)*trainer_0: waiting for experience for \d+ s\n  Its loop has ended.",
         ),
     ],
 )

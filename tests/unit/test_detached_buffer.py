@@ -1,5 +1,6 @@
 """The buffer of a trainer: whole groups in, the groups of a step out, and waits that end."""
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from verl_like.protocol import DataProto
 from verl_like.trainer.detached.buffer import BufferFullError, ExperienceBuffer, TrainerStarvedError
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.detached.side import SideRecorder
 
 N = 3  # samples of a prompt
 
@@ -176,3 +178,23 @@ def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
         version[0] = step + 1
     assert [result() for result in results] == ["a", "b", "c"]
     assert sorted(rows) == [10.0 * number + row for number in range(num_steps * share) for row in range(N)]
+
+
+def test_a_side_says_what_it_waits_for_and_in_which_function_its_loop_stands():
+    recorder, is_waiting, end = SideRecorder("trainer_7"), threading.Event(), threading.Event()
+
+    def wait_for_the_test() -> bool:
+        is_waiting.set()
+        return end.wait(timeout=20)
+
+    def loop() -> bool:
+        with recorder.timer("waiting for experience"):
+            return wait_for_the_test()
+
+    result = in_thread(loop)
+    assert is_waiting.wait(timeout=20)
+    status = recorder.status_and_stack()
+    assert re.match(r"trainer_7: waiting for experience for \d+ s\n(.*\n)*.* in wait_for_the_test\n", status), status
+    end.set()
+    assert result()
+    assert recorder.status_and_stack().endswith("Its loop has ended.\n")

@@ -265,3 +265,8 @@ class ExperienceMakerHolder:
     def report(self) -> SideReport:
         """What happened since the last report; an actor that does not answer is stopped or dead."""
         return self.recorder.report()
+
+    @ray.method(concurrency_group="status")
+    def status(self) -> str:
+        """What this side does now, and the stack of its loop."""
+        return self.recorder.status_and_stack()

@@ -87,8 +87,12 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     run = DetachedRun(config, recorder)
     run.start()
     recorder.console.start_training(config.trainer.total_training_steps or 0)
-    run.watch()
-    run.finish()
+    try:
+        run.watch()
+        run.finish()
+    except (WorkerError, CallTimeout) as error:
+        error.add_note(run.statuses())
+        raise
 
 
 class DetachedRun:
@@ -103,7 +107,7 @@ class DetachedRun:
         self.actors: dict[str, Any] = {}
         self.loops: dict[str, Any] = {}
         """The reference to each maker's and trainer's loop, as long as it runs."""
-        self.num_restarts: Counter[str] = Counter()
+        self.restarts_left = Counter(dict.fromkeys(self.maker_names, config.detached.max_restarts))
         self.reports: dict[str, SideReport] = {}
         """The last report of each side."""
         self.rows: dict[int, list[Mapping[str, Metric]]] = defaultdict(list)
@@ -241,11 +245,10 @@ class DetachedRun:
         if isinstance(error, WorkerDied) and error.role == name:
             error = WorkerDied(name, 0, *self.place_of(name), error.method, error.cause)
         stays = type(error) is WorkerError and error.method in WOULD_FAIL_AGAIN
-        if name not in self.maker_names or stays or self.num_restarts[name] == self.config.detached.max_restarts:
-            seen = [report.status for report in self.reports.values()]
-            error.add_note("\n  ".join([f"This ended {name}. When last seen:", *seen]))
+        if stays or not self.restarts_left[name]:
+            error.add_note(f"This ended {name}.")
             raise error
-        self.num_restarts[name] += 1
+        self.restarts_left[name] -= 1
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
         self.recorder.console.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
@@ -253,6 +256,18 @@ class DetachedRun:
         self.reports.pop(name, None)
         ask(LEDGER, "lost", name, timeout=ANSWER_S)
         self.start_maker(name)
+
+    def statuses(self) -> str:
+        """What every maker and trainer does now, by its own answer, with the stack of its loop."""
+        asked = {name: self.actors[name].status.remote() for name in self.pools}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+        found = []
+        for name, answer in asked.items():
+            try:
+                found.append(ray.get(answer, timeout=POLL_S))
+            except ray.exceptions.RayError:
+                found.append(f"{name} does not answer: it is stopped or dead\n")
+        return "".join(found)
 
     def remove(self, name: str) -> None:
         """Stops what is left of a maker, and by freeing its pools its workers, which Ray would stop later."""
@@ -270,7 +285,7 @@ class DetachedRun:
         """Validates with the last weights, and shows what became of every prompt."""
         steps = self.config.trainer.total_training_steps
         self.loops = {name: self.actors[name].finish.remote(steps) for name in self.maker_names}
-        self.num_restarts = Counter(dict.fromkeys(self.maker_names, self.config.detached.max_restarts))
+        self.restarts_left.clear()
         self.watch()
         counts = ask(LEDGER, "counts", timeout=ANSWER_S)
         self.recorder.console.say("Prompts: " + ", ".join(f"{count} {name}" for name, count in counts.items()))

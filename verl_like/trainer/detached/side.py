@@ -2,7 +2,10 @@
 
 import functools
 import os
+import sys
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,8 +47,6 @@ class SideReport:
     events: Sequence[CallEvent]
     rows: Sequence[tuple[int, Mapping[str, Metric]]]
     """(training step, metrics) of a trainer, (version, metrics) of a maker's validations."""
-    status: str
-    """What the side does, or what it waits for and since when."""
     waited_s: float
     """Seconds so far in which it waited for other sides."""
     placement: Sequence[dict[str, str]]
@@ -67,6 +68,8 @@ class SideRecorder:
     status: str = "starting"
     since: float = field(default_factory=time.time)
     waited_s: float = 0.0
+    thread: int = 0
+    """Of the side's loop, which measures the phases."""
 
     @property
     def timeline(self) -> "SideRecorder":
@@ -79,7 +82,7 @@ class SideRecorder:
     def timer(self, phase: str) -> Iterator[None]:
         """Adds the seconds of a phase, which is the side's status meanwhile."""
         before, started = (self.status, self.since), time.time()
-        self.status, self.since = phase, started
+        self.status, self.since, self.thread = phase, started, threading.get_ident()
         yield
         self.status, self.since = before
         seconds = time.time() - started
@@ -94,9 +97,14 @@ class SideRecorder:
         # The loop may add to them meanwhile.
         events = [self.events.popleft() for _ in range(len(self.events))]
         rows = [self.rows.popleft() for _ in range(len(self.rows))]
-        status = f"{self.name}: {self.status} for {time.time() - self.since:.0f} s"
         node = ray.util.get_node_ip_address()
-        return SideReport(events, rows, status, self.waited_s, self.placement, node, os.getpid())
+        return SideReport(events, rows, self.waited_s, self.placement, node, os.getpid())
+
+    def status_and_stack(self) -> str:
+        """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
+        frame = sys._current_frames().get(self.thread)
+        stack = traceback.format_stack(frame, limit=12) if frame else ["  Its loop has ended.\n"]
+        return f"{self.name}: {self.status} for {time.time() - self.since:.0f} s\n{''.join(stack)}"
 
 
 def side_named(name: str) -> Any:
