@@ -128,6 +128,8 @@ def test_experience_that_comes_in_parts_trains_as_the_whole_does(trainer: LocalT
     # A call of `learn` is a training step, whatever the number of its mini-batches.
     assert (whole.version, parts.version, weights.version) == (1, 2, 2)
     assert [update.get()["training/staleness/max"].value for update in updates] == [0, 1]
+    shares = [[update.get()[f"training/staleness/share_{steps}"].value for steps in (0, 1)] for update in updates]
+    assert shares == [[1, 0], [0, 1]]
     with pytest.raises(AssertionError):
         parts.learn(experience)  # 2 versions old
     with pytest.raises(ValueError, match="no column policy_version"):

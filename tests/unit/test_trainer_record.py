@@ -124,6 +124,7 @@ def report(tmp_path, **changes) -> str:
         "generations": [],
         "config": "trainer: {}",
         "charts": PPO_DISPLAY.charts,
+        "histograms": PPO_DISPLAY.histograms,
     } | changes
     write_report(tmp_path / "report.html", **arguments)
     return (tmp_path / "report.html").read_text()
@@ -133,6 +134,21 @@ def test_the_report_is_self_contained_and_draws_a_curve_for_each_metric_there_is
     text = report(tmp_path)
     assert text.count("<svg") == 1  # only the reward has points
     assert not re.findall(r"""(?:src|href)=["']https?://""", text)
+
+
+def test_the_report_has_histograms_of_staleness_effective_sample_size_and_drift(tmp_path):
+    shares = [{"training/staleness/share_0": 1 - share, "training/staleness/share_1": share} for share in (0, 0.5, 0.4)]
+    sizes = [{"actor/eff_sample_size": size, "actor/rollout_kl": 1 - size} for size in (0.5, 0.9, 0.9)]
+    rows = [{"step": step, **of_step, **sizes[step]} for step, of_step in enumerate(shares)]
+    text = report(tmp_path, metrics=[*rows, {"step": 3, "actor/eff_sample_size": 0.9}])
+    bar = re.compile(r'd="M \S+ (\S+) \nL \S+ \S+ \nL \S+ (\S+) [^"]*" clip-path="[^"]*" style="fill: #1f77b4"')
+    heights = [[float(low) - float(high) for low, high in bar.findall(figure)] for figure in text.split("<svg")[1:]]
+    shown = [[height / max(bars) for height in bars if height] for bars in heights]
+    assert shown == [
+        pytest.approx([1, 0.9 / 2.1], 1e-4),
+        pytest.approx([1 / 3, 1], 1e-4),
+        pytest.approx([1, 0.5], 1e-4),
+    ]
 
 
 def test_the_report_lists_the_speed_of_the_steps_without_the_first(tmp_path):

@@ -24,3 +24,6 @@ class Display:
     """Kind of the processes of a role that does not share those of all others."""
     charts: tuple[tuple[str, tuple[str, ...], str], ...] = ()
     """Of the report: title, names of metrics (one that ends in "/" stands for all that begin with it), y label."""
+    histograms: tuple[tuple[str, str, str], ...] = ()
+    """Of the report: title, name of a metric, x label. A name that ends in "_" stands for all that begin with it: each
+    says in its last part a number, and in its value the share of it in a step."""

@@ -51,6 +51,11 @@ PPO_DISPLAY = Display(
         ("Seconds a step", ("timing_s/step",), "s"),
         ("Critical path / time of a step", ("perf/overlap",), ""),
     ),
+    histograms=(
+        ("Staleness of the responses", "training/staleness/share_", "training steps"),
+        ("Effective sample size", "actor/eff_sample_size", "share of the tokens of a step"),
+        ("Drift of the policy from the engine", "actor/rollout_kl", "nats per token, mean of a step"),
+    ),
 )
 
 

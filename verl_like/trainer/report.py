@@ -48,10 +48,12 @@ def write_report(
     generations: list[dict[str, Any]],
     config: str,
     charts: Sequence[tuple[str, tuple[str, ...], str]],
+    histograms: Sequence[tuple[str, str, str]],
 ) -> None:
     """Writes the report. `metrics` has one row a step (with "step"), `steps` the rows of some steps of the timeline."""
     text = {"title": html.escape(title), "summary": html.escape(summary), "config": html.escape(config)}
-    drawn = {"charts": "".join(_chart(*chart, metrics) for chart in charts), "timeline": _timeline(steps)}
+    figures = [_chart(*chart, metrics) for chart in charts] + [_histogram(*one, metrics) for one in histograms]
+    drawn = {"charts": "".join(figures), "timeline": _timeline(steps)}
     tables = {"speed": _speed(metrics), "placement": _table(placement), "generations": _table(generations)}
     path.write_text(PAGE.format(**text, **drawn, **tables))
 
@@ -71,6 +73,23 @@ def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[st
     axes.set(title=title, xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="x-small")
+    return _svg(figure)
+
+
+def _histogram(title: str, name: str, label: str, metrics: list[dict[str, float]]) -> str:
+    if name.endswith("_"):
+        found = [(float(key.removeprefix(name)), row[key]) for row in metrics for key in row if key.startswith(name)]
+        bins: Any = [number - 0.5 for number in range(int(max(found, default=(0, 0))[0]) + 2)]
+    else:
+        found, bins = [(row[name], 1.0) for row in metrics if name in row], 20
+    if not found:
+        return ""
+    values, weights = zip(*found, strict=True)
+    total = sum(weights)
+    figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
+    axes.hist(values, bins=bins, weights=[weight / total for weight in weights])
+    axes.set(title=title, xlabel=label, ylabel="share")
+    axes.grid(alpha=0.3)
     return _svg(figure)
 
 

@@ -116,6 +116,7 @@ class RunRecorder:
             generations=self.generations,
             config=to_yaml(self.config),
             charts=self.display.charts,
+            histograms=self.display.histograms,
         )
         self.console.say(f"\n{outcome}")
         for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):

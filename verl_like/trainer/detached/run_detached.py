@@ -50,6 +50,7 @@ DISPLAY = replace(
         ("idle maker", ("detached/idle/maker_0",), "{:.0%}"),
         ("idle trainer", ("detached/idle/trainer_0",), "{:.0%}"),
     ),
+    charts=(*PPO_DISPLAY.charts, ("Waiting for others, and the brake", ("detached/idle/", "detached/brake"), "share")),
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
