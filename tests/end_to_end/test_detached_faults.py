@@ -64,9 +64,18 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
 
 
 @pytest.mark.proof
-def test_a_trainer_that_is_killed_ends_the_run_and_the_error_says_what_others_waited_for(
-    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
-):
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during"),
+        (signal.SIGSTOP, r"trainer_0\.report did not finish within 10 s"),
+    ],
+)
+def test_a_trainer_that_is_killed_or_stopped_ends_the_run_and_the_error_says_what_others_waited_for(
+    number: int, reason: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
     family: list[psutil.Process] = []
     killed: list[float] = []
 
@@ -76,17 +85,17 @@ def test_a_trainer_that_is_killed_ends_the_run_and_the_error_says_what_others_wa
             killed.append(time.monotonic())
         return bool(family)
 
-    kill_once("DetachedPPOTrainer", signal.SIGKILL, when=is_time)
+    kill_once("DetachedPPOTrainer", number, when=is_time)
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.total_training_steps=1000"]
     assert run_apart(settings) == 1
     assert time.monotonic() - killed[0] < 60
     message = capsys.readouterr().err
-    assert re.search(r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during", message), message
-    assert re.search(r"This ended trainer_0.\nmaker_0: .* for \d+ s\n(.*\n)*.* in workingloop\n", message), message
-    assert "trainer_0 does not answer" in message
+    assert re.search(reason, message), message
+    ended = r"This ended trainer_0.\ntrainer_0 does not answer: it is stopped or dead\nmaker_0: .* for \d+ s\n"
+    assert re.search(rf"{ended}(.*\n)*.* in workingloop\n", message), message
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
-    assert "trainer_0 rank 0" in (tmp_path / "runs/latest/report.html").read_text()
+    assert re.search(reason, (tmp_path / "runs/latest/report.html").read_text())
 
 
 @pytest.mark.proof
@@ -97,8 +106,8 @@ def test_a_trainer_that_is_killed_ends_the_run_and_the_error_says_what_others_wa
         (
             "import time; time.sleep(900)",
             r"trainer_0 rank 0 .* trainer 0 needs 4 groups .* by maker: \{'maker_0': \[0, 1, 2, 3\]\}"
-            r"(.*\n)*maker_0: making experience for \d+ s\n(.*\n)*.*rewards/manager.py.* in answers\n"
-            r"(.*\n)*trainer_0: waiting for experience for \d+ s\n  Its loop has ended.",
+            r"(.*\n)*trainer_0: waiting for experience for \d+ s\n  Its loop has ended.\n"
+            r"maker_0: making experience for \d+ s\n(.*\n)*.*rewards/manager.py.* in answers\n",
         ),
     ],
 )
