@@ -42,6 +42,7 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
 ):  # fmt: skip
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
+    settings += ["detached.min_effective_sample_size=1"]  # more than any step has
     family: list[psutil.Process] = []
 
     def is_time() -> bool:
@@ -59,6 +60,8 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
     assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
+    assert [row["detached/brake"] for row in steps] == [1] * 5
+    assert [row["training/staleness/max"] for row in steps][2:] == [0] * 3, "what was begun before is trained at step 2"
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 

@@ -259,7 +259,10 @@ class DetachedRun:
         self.start_maker(name)
 
     def statuses(self) -> str:
-        """What every maker and trainer does now, by its own answer, with the stack of its loop."""
+        """What every maker and trainer does now, by its own answer, with the stack of its loop.
+
+        One that does not answer is removed, because a process that is stopped would outlive Ray.
+        """
         asked = {name: self.actors[name].status.remote() for name in self.pools}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         found = []
@@ -268,10 +271,11 @@ class DetachedRun:
                 found.append(ray.get(answer, timeout=POLL_S))
             except ray.exceptions.RayError:
                 found.append(f"{name} does not answer: it is stopped or dead\n")
+                self.remove(name)
         return "".join(found)
 
     def remove(self, name: str) -> None:
-        """Stops what is left of a maker, and by freeing its pools its workers, which Ray would stop later."""
+        """Stops what is left of a side, and by freeing its pools its workers, which Ray would stop later."""
         ray.kill(self.actors[name])
         for pool in self.pools[name].resource_pool_dict.values():
             pool.release()
