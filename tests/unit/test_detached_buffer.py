@@ -83,16 +83,14 @@ def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
     assert buffer.take(2, 0, 5)[1].batch["values"][:, 0].tolist() == [0.5, 1.5, 2.5, 10.5, 11.5, 12.5]
 
 
-def test_a_taker_waits_for_a_maker_and_counts_the_seconds():
+def test_a_taker_waits_for_a_maker():
     ledger = PromptLedger(num_steps=5, batch_size=2)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 9)
-    assert buffer.waited_s == 0
     result = in_thread(lambda: buffer.take(2, version=0, deadline_s=20))
     for ticket in tickets:
         buffer.extend("maker", [ticket], groups([ticket], 0), 5)
     assert result()[0] == [0, 1]
-    assert buffer.waited_s > 0
 
 
 def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():

@@ -27,8 +27,6 @@ class ExperienceBuffer:
         if limit < 1:
             raise ValueError(f"the limit of a buffer is {limit} groups; it has to hold at least one")
         self.ledger, self.trainer, self.limit = ledger, trainer, limit
-        self.waited_s = 0.0
-        """Seconds that all calls of `take` have waited: the idle time of the trainer."""
         self._groups: dict[int, DataProto] = {}
         self._changed = threading.Condition()
         self._is_starving = False
@@ -93,5 +91,4 @@ class ExperienceBuffer:
                 self._is_starving = False
             groups = [self._groups.pop(number) for number in numbers]
             self._changed.notify_all()
-        self.waited_s += time.monotonic() - started
         return numbers, DataProto.concat(groups)
