@@ -1,11 +1,19 @@
 """What the engine of a detached maker can be: a real vLLM over several processes, or with quantised weights."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import APART, metrics_of, run_apart, tiny_run_settings
+import rollout_requests
+import torch
+from runs import AHEAD, APART, GRPO, metrics_of, run_apart, tiny_run_settings
+from transformers import LlamaForCausalLM
+
+from verl_like.protocol import DataProto
+from verl_like.trainer import ppo_trainer
+from verl_like.workers.rollout import Completion, GenerationRequest, Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof]
 
@@ -15,7 +23,7 @@ TENSOR_PARALLEL = ["resource_pool_spec.maker_pool=[2]", "actor_rollout_ref.rollo
 
 
 def train(folder: Path, tiny_llama: Callable, *settings: str) -> list[dict]:
-    """A detached run of two steps with a real vLLM; the metrics of each step."""
+    """A detached run with a real vLLM, of two steps by default; the metrics of each step."""
     assert run_apart([*tiny_run_settings(folder, tiny_llama, engine="vllm"), *SETTINGS, *settings]) == 0
     return [row for row in metrics_of(folder) if "actor/loss" in row]
 
@@ -43,3 +51,58 @@ def test_a_maker_with_quantised_weights_trains_with_a_correction(tmp_path: Path,
         assert row["actor/grad_norm"] > 0 and 0 < row["rollout_corr/rollout_is_std"] < 0.01
         # Measured: 0.0016. In bfloat16 without quantisation it is 0.0003.
         assert 6e-4 < row["rollout_corr/drift_p50"] < 6e-3
+
+
+# What a maker has made is written to a folder of its own, before the trainer gets it.
+KEEPING_MAKER = """
+import pathlib
+import uuid
+
+from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+
+
+class KeepingMaker(ExperienceMaker):
+    def complete(self, generated):
+        experience = super().complete(generated)
+        experience.batch.save_to_disk(pathlib.Path(__file__).parent / "made" / uuid.uuid4().hex)
+        return experience
+
+
+@register_trainer
+class TrainerWithKeepingMaker(RayPPOTrainer):
+    def build_maker(self):
+        return KeepingMaker(**vars(super().build_maker()))
+"""
+
+
+def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_its_version(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "keeping_maker.py").write_text(KEEPING_MAKER)
+    (tmp_path / "made").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    model, length = tiny_llama(), 160
+    settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "trainer.save_freq=1", "plugins=[keeping_maker]"]
+    settings += [f"data.max_response_length={length}", "actor_rollout_ref.rollout.ignore_eos=true"]
+    steps = train(tmp_path, lambda: model, *settings, "actor_rollout_ref.rollout.dtype=float32")
+    assert steps[-1]["detached/trained"] == 20 and max(row["training/staleness/max"] for row in steps) == 1
+
+    batches = [DataProto.load_from_disk(path) for path in (tmp_path / "made").iterdir()]
+    made = DataProto.concat([batch.select(meta_info_keys=[]) for batch in batches])
+    assert len(made) == 20 * 2  # all of it was trained
+    rows = [row for row, spans in enumerate(made.non_tensor_batch["policy_version"]) if len(spans) > 1]
+    assert rows
+    folders = {v: tmp_path / f"runs/latest/global_step_{v}/actor/huggingface" for v in range(1, 6)}
+    models = {0: model[1]}
+    models |= {v: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) for v, folder in folders.items()}
+    sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=length, stop_token_ids=())
+    for row in rows[:4]:
+        columns = {name: tensor[row] for name, tensor in made.batch.items()}
+        prompt = columns["input_ids"][columns["attention_mask"].bool()][:-length].tolist()
+        spans = made.non_tensor_batch["policy_version"][row]
+        completion = Completion(columns["responses"].tolist(), columns["rollout_log_probs"].tolist(), spans)
+        request = GenerationRequest(f"row {row}", prompt, 0, sampling)
+        rollout_requests.assert_drawn_by(models, request, completion, kv="recompute")

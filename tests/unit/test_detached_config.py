@@ -29,6 +29,7 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["detached.max_staleness=2"], "detached.max_staleness=2 trains on responses that older weights drew"),
         (["detached.update_steps=2"], "set it to at most 1"),
         (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
+        (["detached.update_in_flight=true"], "and detached.max_staleness of at least 1"),
         (["trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true"], "set detached.max_staleness=1"),
         (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),
         (["detached.num_trainers=5"], "data.train_batch_size=12 does not divide by detached.num_trainers=5"),

@@ -67,6 +67,23 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
     torch.testing.assert_close(scored, batch.batch["rollout_log_probs"], rtol=0, atol=1e-4)
 
 
+def test_a_generation_in_parts_goes_on_with_the_weights_that_come_between_and_is_done_once(config):
+    actor, rollout = local_group(ActorWorker, config), local_group(RolloutWorker, config, seed=1)
+    rollout.load_weights(actor.export_weights(version=3), version=3)
+    whole = rollout.generate_sequences(prompts()).get()
+    lengths = whole.batch["response_mask"].sum(-1).tolist()
+    assert max(lengths) > 2
+    assert rollout.advance_sequences(prompts(), 2) == [False]
+    rollout.load_weights(actor.export_weights(version=4), version=4)  # of equal values
+    assert rollout.advance_sequences(prompts(), 100) == rollout.advance_sequences(prompts(), 100) == [True]
+    in_parts = rollout.generate_sequences(prompts()).get()
+    assert torch.equal(in_parts.batch["responses"], whole.batch["responses"])
+    expected = [((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths]
+    assert in_parts.non_tensor_batch["policy_version"].tolist() == expected
+    again = rollout.generate_sequences(prompts()).get()
+    assert again.non_tensor_batch["policy_version"].tolist() == [((4, 0, length),) for length in lengths]
+
+
 def test_exporting_leaves_the_actor_as_it_is(config):
     actor = local_group(ActorWorker, config)
     before = parameters_of(actor.workers[0])
@@ -82,7 +99,7 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
             *("save_checkpoint", "load_checkpoint", "save_hf"),
         },
         ReferenceWorker: {"init_model", "compute_ref_log_prob"},
-        RolloutWorker: {"init_model", "generate_sequences", "load_weights", "sleep"},
+        RolloutWorker: {"init_model", "generate_sequences", "advance_sequences", "load_weights", "sleep"},
     }
     assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)  # the base has verl's name
 

@@ -77,7 +77,7 @@ _TABLE = [
            "Anything else the data set passes to the reward function."),
     Column("policy_version", "non_tensor", "B", "object (tuple)", "generate_sequences",
            "Of each response the spans (version, start, end) of its tokens: version counts the training steps of the "
-           "weights that sampled tokens start to end - 1. There is one span a response."),
+           "weights that sampled tokens start to end - 1. One span, or with detached.update_in_flight several."),
     Column("raw_prompt", "non_tensor", "B", "object (list)", "prompt dataset", "The prompt as chat messages."),
     Column("global_steps", "meta", "-", "int", "driver",
            "Number of the training step, from 1; 0 in the validation before the first."),

@@ -5,12 +5,15 @@ from typing import Any
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.dispatch import collect_list
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.rollout import FinishedSample, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer import get_weight_transport
+
+BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
 
 
 class RolloutWorker(ActorRolloutRefWorker):
@@ -20,6 +23,8 @@ class RolloutWorker(ActorRolloutRefWorker):
         super().__init__(config)
         self.seed = seed
         self.weight_transport = get_weight_transport(config.rollout.weight_transport)
+        self.advancing: Generator[list[FinishedSample], None, DataProto] | None = None
+        self.advanced: DataProto | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -40,7 +45,26 @@ class RolloutWorker(ActorRolloutRefWorker):
         return self.rollout.load_weights(self.weight_transport.receive(exported, self), version)
 
     @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),
+        dispatch_mode={"dispatch_fn": BY_REPLICA["dispatch_fn"], "collect_fn": collect_list},
+        reads=["input_ids", "attention_mask", "position_ids", "uid"],
+    )
+    def advance_sequences(self, prompts: DataProto, num_steps: int) -> bool:
+        """Begins `generate_sequences(prompts)`, or goes on with it for `num_steps` steps of the engine at most.
+
+        Returns whether all responses have ended: once they have on all ranks, `generate_sequences(prompts)` returns
+        them at once. Weights may be loaded between two calls, and nothing else be generated.
+        """
+        self.advancing = self.advancing or self.rollout.stream_sequences(prompts, every_step=True)
+        for _ in range(num_steps if self.advanced is None else 0):
+            try:
+                next(self.advancing)
+            except StopIteration as end:
+                self.advanced = end.value
+                break
+        return self.advanced is not None
+
+    @register(
+        dispatch_mode=BY_REPLICA,
         blocking=False,
         reads=["input_ids", "attention_mask", "position_ids", "uid"],
         writes=["prompts", "responses", *SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
@@ -50,6 +74,9 @@ class RolloutWorker(ActorRolloutRefWorker):
 
         Yields lists of those that are finished while others are still generated.
         """
+        advanced, self.advanced, self.advancing = self.advanced, None, None
+        if advanced is not None:
+            return advanced
         return (yield from self.rollout.stream_sequences(prompts))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -29,6 +29,8 @@ class DetachedBlock(ConfigModel):
     """PROMPTS that a maker takes at a time; null means an equal part of data.train_batch_size for each maker."""
     update_steps: PositiveInt = 1
     """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
+    update_in_flight: bool = False
+    """Whether responses that are being generated go on with newer weights; otherwise only later ones have them."""
     min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers start nothing that
     would be older than update_steps - 1, until a step is above it again; 0 never brakes."""
@@ -65,6 +67,12 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         yield (
             f"detached.max_staleness={detached.max_staleness} trains on responses that older weights drew, and nothing "
             "accounts for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+        )
+    if detached.update_in_flight and not (detached.max_staleness and correction.bypass_mode):
+        yield (
+            "detached.update_in_flight=true makes responses of which each token may be of other weights: it needs "
+            "algorithm.rollout_correction.bypass_mode=true, since only the engine knows the log-probabilities that "
+            "they were drawn with, and detached.max_staleness of at least 1"
         )
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"

@@ -14,7 +14,7 @@ import ray
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.plugins import import_plugins
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto, Future, Metric
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -41,6 +41,9 @@ from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.models.pretrained import load_tokenizer
+
+STEPS_BETWEEN_UPDATES = 16
+"""Tokens of each response between two looks for newer weights; a look is a call of the workers, a few milliseconds."""
 
 
 def maker_models(
@@ -139,7 +142,9 @@ class ExperienceMakerHolder:
             cast(RunRecorder, self.recorder),
         )
         self.run.groups = self.run.start_groups()
-        self.run.maker = self.run.build_maker()
+        self.run.maker = maker = cast(Any, self.run.build_maker())
+        if self.config.detached.update_in_flight:
+            maker.begin = self.begin_with_updates
         start_models(self.run.groups)
         self.recorder.placement = placement_rows(self.run.placement)
         return PromptLoader(self.config, inputs.train_dataset)
@@ -155,6 +160,7 @@ class ExperienceMakerHolder:
             self.keep_newest(newest)
         while num_steps is None or done < num_steps:
             self.load_newest_weights()
+            self.validate_if_due()
             tickets: list[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name, self.version, limit)
@@ -237,11 +243,23 @@ class ExperienceMakerHolder:
             for role in self.run.groups.keys() & set(TRAINED):
                 self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
         self.version = weights.version
-        trainer = self.config.trainer
-        passed = (
-            trainer.test_freq > 0 and self.version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
-        )
-        if passed if self.version else trainer.val_before_train:
+
+    def begin_with_updates(self, prompts: DataProto) -> Future[DataProto]:
+        """Has responses to (B,) prompts generated, with newer weights from the next token on as soon as there are some.
+
+        Returns when all responses have ended. In a validation all are of the same weights.
+        """
+        rollout = self.run.groups[Role.Rollout]
+        if not prompts.meta_info.get("validate", False):
+            while not all(rollout.advance_sequences(prompts, STEPS_BETWEEN_UPDATES)):
+                self.load_newest_weights()
+        return rollout.generate_sequences.remote(prompts)
+
+    def validate_if_due(self) -> None:
+        """Validates before training and with the first version after every `trainer.test_freq` steps."""
+        trainer, version = self.config.trainer, self.version
+        passed = trainer.test_freq > 0 and version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
+        if passed if version else trainer.val_before_train and self.validated < 0:
             self.validate()
 
     def validate(self) -> None:

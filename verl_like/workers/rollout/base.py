@@ -217,7 +217,9 @@ class RolloutEngine(ABC):
             except StopIteration as end:
                 return end.value
 
-    def stream_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
+    def stream_sequences(
+        self, prompts: DataProto, *, every_step: bool = False
+    ) -> Generator[list[FinishedSample], None, DataProto]:
         """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.
 
         Args:
@@ -226,6 +228,7 @@ class RolloutEngine(ABC):
                 `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
                 (bool, default False: one response, the likeliest token each time). The other rows, their order and
                 the number of replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
+            every_step: yield after each step, so that weights can be loaded in between, also where nothing has ended.
 
         Returns:
             B * n rows, the n responses of a prompt one after the other: the columns of `generate_sequences` in
@@ -261,7 +264,7 @@ class RolloutEngine(ABC):
         is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
         real_rows = [row for row, is_pad in enumerate(is_pad_B.tolist()) if not is_pad]
         reported_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
-        completions = yield from self._run_batch(requests, reported_uids)
+        completions = yield from self._run_batch(requests, reported_uids, every_step)
         num_cached = sum(completions[row, k].num_cached_tokens for row in real_rows for k in range(n))
         num_prompt_tokens = n * sum(len(token_lists[row]) for row in real_rows)
         output = assemble(
@@ -275,7 +278,10 @@ class RolloutEngine(ABC):
         return output
 
     def _run_batch(
-        self, requests: Mapping[tuple[int, int], GenerationRequest], reported_uids: Mapping[int, str]
+        self,
+        requests: Mapping[tuple[int, int], GenerationRequest],
+        reported_uids: Mapping[int, str],
+        every_step: bool,
     ) -> Generator[list[FinishedSample], None, dict[tuple[int, int], Completion]]:
         """Computes requests, by row and sample; yields those that ended of the rows in `reported_uids`, returns all."""
         keys = {request.name: key for key, request in requests.items()}
@@ -290,7 +296,7 @@ class RolloutEngine(ABC):
                     completions[row, k] = completion
                     if row in reported_uids:
                         finished.append(FinishedSample(reported_uids[row], k, completion.token_ids))
-                if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
+                if every_step or (finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS):
                     yield finished
                     finished, last_yield = [], time.monotonic()
         finally:  # a call that fails or is closed early leaves no request to the next one
