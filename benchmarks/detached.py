@@ -8,11 +8,14 @@ slot asks for a ticket when it is free. The 64 lengths of a version are quantile
 or 8 times the mean, in another random order for each version; nobody knows a length before its end. Staleness is
 asserted on every response.
 
+That is what ledger and buffer allow. `main_detached` uses less of it: a maker takes the prompts of a step together and
+sends them together, and a trainer takes a whole batch. The rows `whole batches` simulate that.
+
 Limit: the slower side never waits, 64 / max(16 / mean length, training rate). Peer: the synchronous order, in which all
 64 are generated, then trained. Every fraction is of the time between the ends of steps 10 and 60.
 
-Part 2 is real: a producer hands 128 samples of 0.9 MiB to a trainer in another process, which collects two batches of
-64. Ours goes through the ledger, an actor, and `ExperienceBuffer` in the trainer's process; verl's through its
+Part 2 is real: a producer hands 512 samples of 0.9 MiB to a trainer in another process, which collects batches of 64.
+Ours goes through the ledger, an actor, and `ExperienceBuffer` in the trainer's process; verl's through its
 MessageQueue actor as its rollouter and trainer use it: cloudpickle, one sample at a time. The samples that arrive are
 compared.
 """
@@ -25,11 +28,12 @@ import numpy as np
 from benchmarks.harness import Report, Side, copy_rate
 from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, SAMPLE_BYTES
 from benchmarks.sides.grpo_world import forced_lengths
-from verl_like.trainer.detached.ledger import PromptLedger
+from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 SAMPLES, SLOTS, STEPS, WARM_UP = 64, 16, 60, 10  # samples of a version
 RATIOS = (0.5, 0.7, 1.0, 1.4, 2.0)  # seconds of generation, all slots busy, for one of training
 SEEDS, ROUNDS = 3, 5
+AT_ONCE = (1, 16, 64)  # samples in a call of ours; a maker sends what it has made together
 
 
 def lengths(max_over_mean: float, seed: int, longest_first: bool = False) -> np.ndarray:
@@ -51,18 +55,26 @@ def synchronous(durations: np.ndarray, train_s: float) -> list[float]:
     return ends[1:]
 
 
-def detached(durations: np.ndarray, train_s: float, max_staleness: int, num_parts: int) -> list[float]:
-    """Seconds at which each step ends."""
+def detached(
+    durations: np.ndarray, train_s: float, max_staleness: int, num_parts: int, at_a_time: int = 1
+) -> list[float]:
+    """Seconds at which each step ends; a maker takes and delivers `at_a_time` responses together."""
     ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, max_staleness=max_staleness)
     part, version, free_slots, now = SAMPLES // num_parts, 0, SLOTS, 0.0
     events: list[tuple[float, int, int]] = []  # (when, number and attempt of the ticket that ends, or -1: a part ends)
     started_at: dict[int, int] = {}
     ends: list[float] = []
     taken: list[int] = []
+    queue: list[Ticket] = []
+    finished: list[tuple[int, int, int]] = []
     is_training = False
     while version < STEPS:
-        while free_slots and (tickets := ledger.take("maker", version, 1)):
-            (ticket,) = tickets
+        while free_slots:
+            if not queue and (at_a_time == 1 or free_slots == SLOTS):
+                queue = ledger.take("maker", version, at_a_time) or []
+            if not queue:
+                break
+            ticket = queue.pop(0)
             started_at[ticket.number] = version
             heapq.heappush(events, (now + durations.flat[ticket.number], ticket.number, ticket.attempt))
             free_slots -= 1
@@ -74,7 +86,10 @@ def detached(durations: np.ndarray, train_s: float, max_staleness: int, num_part
         now, number, attempt = heapq.heappop(events)
         if number >= 0:
             free_slots += 1
-            assert ledger.deliver("maker", [(number, attempt, started_at[number])]) == [number]
+            finished.append((number, attempt, started_at[number]))
+            if at_a_time == 1 or free_slots == SLOTS:
+                assert len(ledger.deliver("maker", finished)) == len(finished)
+                finished = []
             continue
         is_training = False
         if len(taken) == SAMPLES:
@@ -85,17 +100,24 @@ def detached(durations: np.ndarray, train_s: float, max_staleness: int, num_part
     return ends
 
 
-def fractions(max_over_mean: float, ratio: float, max_staleness: int | None, num_parts: int, **order: bool) -> float:
+def fractions(
+    max_over_mean: float,
+    ratio: float,
+    max_staleness: int | None,
+    num_parts: int,
+    at_a_time: int = 1,
+    longest_first: bool = False,
+) -> float:
     """Of the limit, mean of the seeds; the synchronous order where `max_staleness` is None."""
     generate_s = SAMPLES / SLOTS
     train_s = generate_s / ratio
     found = []
     for seed in range(SEEDS):
-        durations = lengths(max_over_mean, seed, **order)
+        durations = lengths(max_over_mean, seed, longest_first)
         if max_staleness is None:
             ends = synchronous(durations, train_s)
         else:
-            ends = detached(durations, train_s, max_staleness, num_parts)
+            ends = detached(durations, train_s, max_staleness, num_parts, at_a_time)
         found.append(max(generate_s, train_s) * (STEPS - WARM_UP) / (ends[-1] - ends[WARM_UP - 1]))
     return statistics.mean(found)
 
@@ -107,9 +129,10 @@ def schedules(report: Report) -> None:
         sync = [fractions(longest, ratio, None, 1) for ratio in RATIOS]
         report.row(f"max/mean {longest}, synchronous order", "of the limit", sync)
         for max_staleness in (0, 1, 4):
-            for num_parts in (4, 16):
-                found = [fractions(longest, ratio, max_staleness, num_parts) for ratio in RATIOS]
-                what = f"max/mean {longest}, staleness {max_staleness}, {num_parts} mini-batches"
+            for num_parts, at_a_time in ((1, SAMPLES), (4, 1), (16, 1)):
+                found = [fractions(longest, ratio, max_staleness, num_parts, at_a_time) for ratio in RATIOS]
+                how = "whole batches" if num_parts == 1 else f"{num_parts} mini-batches"
+                what = f"max/mean {longest}, staleness {max_staleness}, {how}"
                 at = {f"at_{ratio:g}".replace(".", "_"): value for ratio, value in zip(RATIOS, found, strict=True)}
                 times = statistics.median(f / s for f, s in zip(found, sync, strict=True))
                 report.row(what, "of the limit", found, **at, times_synchronous=times)
@@ -132,7 +155,7 @@ def buffers(report: Report) -> None:
     for index in range(ROUNDS + 2):
         sums = []
         for side in [*sides[index % 3 :], *sides[: index % 3]]:
-            for at_once in (1, 16) if side.name == "ours" else (1,):
+            for at_once in AT_ONCE if side.name == "ours" else (1,):
                 result = side.call("pass_on", seed=index, at_once=at_once)
                 sums.append(result["sums"])
                 if index >= 2:
@@ -147,7 +170,7 @@ def buffers(report: Report) -> None:
         report.row(
             f"0.9 MiB, {name}", "samples/s", values, of_memcpy=median[name] / limit, times_verl=median[name] / best
         )
-    for at_once in (1, 16):
+    for at_once in AT_ONCE:
         report.target(
             f"0.9 MiB, ours, {at_once} in a call / verl", median[f"ours, {at_once} in a call"] / best, ">=", 10
         )

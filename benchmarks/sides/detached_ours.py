@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides import dispatch_ray
-from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, ROWS, in_order, samples, sums
+from benchmarks.sides.detached_work import BATCH, NUM_MADE, NUM_SAMPLES, PASSES, ROWS, in_order, samples, sums
 from verl_like.protocol import DataProto
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.ledger import PromptLedger
@@ -68,13 +68,13 @@ def pass_on(seed: int, at_once: int) -> dict[str, Any]:
         )
         for sample in samples(seed)
     ]
-    batches = [DataProto.concat(each[index : index + at_once]) for index in range(0, NUM_SAMPLES, at_once)]
+    batches = [DataProto.concat(each[index : index + at_once]) for index in range(0, NUM_MADE, at_once)]
     trainer, pending, tickets = state["trainer"], [], []
     with stopwatch() as seconds:
         collected = trainer.collect.remote()
-        for batch in batches:
+        for batch in batches * PASSES:
             if not tickets:
-                tickets = state["ledger"].take("maker", 0, TICKETS)
+                tickets = state["ledger"].take("maker", 0, max(at_once, TICKETS))
             if len(pending) == IN_FLIGHT:
                 ray.get(pending.pop(0), timeout=TIMEOUT_S)
             pending.append(trainer.extend.remote(tickets[:at_once], batch))

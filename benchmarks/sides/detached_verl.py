@@ -14,7 +14,7 @@ from verl.experimental.fully_async_policy.message_queue import MessageQueue, Mes
 
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides import dispatch_ray
-from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, in_order, samples, sums
+from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, PASSES, in_order, samples, sums
 
 TIMEOUT_S, IN_FLIGHT = 60, 4
 state: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def pass_on(seed: int, at_once: int) -> dict[str, Any]:
     ]
     with stopwatch() as seconds:
         collected = state["trainer"].collect.remote()
-        asyncio.run(_put_all(made))
+        asyncio.run(_put_all(made * PASSES))
         found = ray.get(collected, timeout=TIMEOUT_S)
     return {"seconds": seconds[0], "sums": found}
 

@@ -6,14 +6,15 @@ import numpy as np
 
 from benchmarks.sides.dispatch_batch import BYTES_PER_TOKEN, columns
 
-NUM_SAMPLES, BATCH = 128, 64
+NUM_MADE, PASSES, BATCH = 128, 4, 64
+NUM_SAMPLES = PASSES * NUM_MADE  # that are passed on
 ROWS, LENGTH = 8, 3276
 SAMPLE_BYTES = int(ROWS * LENGTH * BYTES_PER_TOKEN)  # 0.9 MiB
 
 
 def samples(seed: int) -> list[dict[str, np.ndarray]]:
     """Columns of (ROWS, LENGTH), or half as long, each with values of its own."""
-    return [columns(ROWS, LENGTH, NUM_SAMPLES * seed + index) for index in range(NUM_SAMPLES)]
+    return [columns(ROWS, LENGTH, NUM_MADE * seed + index) for index in range(NUM_MADE)]
 
 
 def sums(batch: dict[str, np.ndarray]) -> np.ndarray:

@@ -204,12 +204,14 @@ def _pack_bucket(
     assert len(pieces) == len(tensors), "a bucket of another rank has no values here"
     on_gpu = pieces[0].is_cuda
     sizes = [piece.numel() for piece in pieces]
-    # Always a copy: the trainer goes on writing into its parameters. Pinned, so that copies queue and are awaited once.
+    # Always a copy: the trainer goes on writing into its parameters. One call for all, since a model has thousands.
     data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
-    places = torch.from_numpy(data).view(pieces[0].dtype).split(sizes)
-    torch._foreach_copy_(places, pieces, non_blocking=True)  # a call for all, because a model has thousands
-    if on_gpu:
+    values = torch.from_numpy(data).view(pieces[0].dtype)
+    if on_gpu:  # pinned, so that the copies queue and are awaited once
+        torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
         torch.cuda.synchronize()
+    else:
+        torch.cat(pieces, out=values)
     return WeightBucket(
         index=index,
         names=tuple(name for name, _, _ in tensors),
