@@ -57,6 +57,35 @@ def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
     assert len(buffer) == 0
 
 
+def test_groups_that_came_together_in_the_order_of_their_prompts_are_taken_where_they_lie():
+    ledger = PromptLedger(num_steps=2, batch_size=4, max_staleness=1)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=8)
+    first, second, third, *rest = ledger.take("maker", 0, 8)
+    come = [groups([third, first, second], 0, 0, 0), groups(rest, 0, 0, 0, 0, 0)]
+    for tickets, batch in zip(([third, first, second], rest), come, strict=True):
+        buffer.extend("maker", tickets, batch, 5)
+    numbers, together = buffer.take(2, version=0, deadline_s=5)
+    assert numbers == [0, 2] and together.batch["values"].flatten().tolist() == [0, 1, 2, 20, 21, 22]
+    numbers, mixed = buffer.take(2, version=0, deadline_s=5)
+    assert numbers == [1, 3] and mixed.batch["values"].flatten().tolist() == [10, 11, 12, 30, 31, 32]
+    numbers, together = buffer.take(4, version=1, deadline_s=5)
+    assert numbers == [4, 5, 6, 7] and together.batch["values"][:, 0].tolist() == [
+        40,
+        41,
+        42,
+        50,
+        51,
+        52,
+        60,
+        61,
+        62,
+        70,
+        71,
+        72,
+    ]
+    assert together.batch["values"].data_ptr() == come[1].batch["values"][N:].data_ptr()
+
+
 def test_the_oldest_token_of_a_group_decides_when_it_is_due():
     ledger = PromptLedger(num_steps=5, batch_size=1, max_staleness=1)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)

@@ -27,7 +27,7 @@ class ExperienceBuffer:
         if limit < 1:
             raise ValueError(f"the limit of a buffer is {limit} groups; it has to hold at least one")
         self.ledger, self.trainer, self.limit = ledger, trainer, limit
-        self._groups: dict[int, DataProto] = {}
+        self._groups: dict[int, tuple[DataProto, int, int]] = {}  # by its number: what came with it, and its rows there
         self._changed = threading.Condition()
         self._is_starving = False
 
@@ -50,7 +50,7 @@ class ExperienceBuffer:
         n = len(batch) // len(tickets)
         rows = batch.select(meta_info_keys=[])
         versions = [min(version for version, _, _ in spans) for spans in batch.non_tensor_batch["policy_version"]]
-        groups = {ticket.number: rows.rows(index * n, (index + 1) * n) for index, ticket in enumerate(tickets)}
+        groups = {ticket.number: (rows, index * n, (index + 1) * n) for index, ticket in enumerate(tickets)}
         oldest = [min(versions[index * n : (index + 1) * n]) for index in range(len(tickets))]
         with self._changed:
             # A trainer that waits gets all that comes: what it waits for may stand behind the limit.
@@ -91,4 +91,11 @@ class ExperienceBuffer:
                 self._is_starving = False
             groups = [self._groups.pop(number) for number in numbers]
             self._changed.notify_all()
-        return numbers, DataProto.concat(groups)
+        # Neighbours stay together, so that what was made together and is trained together is not copied.
+        pieces: list[tuple[DataProto, int, int]] = []
+        for batch, start, stop in groups:
+            if pieces and pieces[-1][0] is batch and pieces[-1][2] == start:
+                start = pieces.pop()[1]
+            pieces.append((batch, start, stop))
+        parts = [batch.rows(start, stop) for batch, start, stop in pieces]
+        return numbers, parts[0] if len(parts) == 1 else DataProto.concat(parts)
