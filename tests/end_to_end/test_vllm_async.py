@@ -155,22 +155,28 @@ def test_wrong_weights_are_named_and_never_serve(engine: Callable[[str], Any], m
 def test_an_engine_process_that_dies_is_told_and_none_outlives_its_worker(
     engine: Callable[[str], Any], model: ModelAndFolder
 ) -> None:
-    (process,) = start_processes(model, ranks=[0], **ASYNC)
-    call(process, "load_weights", shared(model[1], 3), 3)
-    worker, computing = in_engine(process, rollout_requests.worker_and_engine)
-    os.kill(worker, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(computing)], timeout=DEADLINE_S)
-    assert not psutil.pid_exists(computing)
-
-    (process,) = start_processes(model, ranks=[0], **ASYNC)
-    call(process, "load_weights", shared(model[1], 3), 3)
+    process = engine("keep")  # nobody else needs it any more
+    call(process, "load_weights", shared(model[1], 20), 20)
     call(process, "submit", make_requests(PROMPTS, ENDLESS))
     _, computing = in_engine(process, rollout_requests.worker_and_engine)
     mapped = re.findall(r"/dev/shm/\S+", Path(f"/proc/{computing}/maps").read_text())
     os.kill(computing, signal.SIGKILL)
     expect_error(process.run.remote("run", []), "EngineCore", "EngineDeadError")
-    ray.kill(process)
     assert not any(map(os.path.exists, mapped))
+
+    process = engine("recompute")
+    _, computing = in_engine(process, rollout_requests.worker_and_engine)
+    os.kill(computing, signal.SIGSTOP)
+    loading = process.call.remote("load_weights", shared(model[1], 20), 20)
+    assert not ray.wait([loading], timeout=2)[0]
+    os.kill(computing, signal.SIGKILL)
+    expect_error(loading, "EngineCore", "EngineDeadError")
+
+    (process,) = start_processes(model, ranks=[0], **ASYNC)
+    worker, computing = in_engine(process, rollout_requests.worker_and_engine)
+    os.kill(worker, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(computing)], timeout=DEADLINE_S)
+    assert not psutil.pid_exists(computing)
 
 
 def test_what_the_engine_in_its_own_process_cannot_do_is_refused() -> None:

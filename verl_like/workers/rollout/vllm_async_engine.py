@@ -1,7 +1,9 @@
 """Rollout engine on vLLM's AsyncLLM, which computes in a process of its own beside the rollout's."""
 
 import asyncio
+import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from verl_like.workers.rollout.vllm_engine import VllmEngine, completion
 from verl_like.workers.weight_sync import WeightExport
 
 _TIMEOUT_S = 1800.0
-"""For an answer of the engine's process, and for the next response to end. That it died is noticed at once."""
+"""For an answer of the engine's process, and for the next response to end. That it died is noticed within a second."""
 
 
 class _Calls:
@@ -28,13 +30,17 @@ class _Calls:
         return lambda *args, **kwargs: self.wait(getattr(self.llm_engine, name)(*args, **kwargs), name)
 
     def wait(self, answer: Coroutine[Any, Any, Any], what: str) -> Any:
-        """Raises TimeoutError."""
+        """Raises TimeoutError, or vLLM's EngineDeadError."""
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        try:
-            return future.result(_TIMEOUT_S)
-        except TimeoutError:
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not future.done() and time.monotonic() < deadline:
+            if self.llm_engine.errored:  # vLLM leaves calls without an answer then
+                raise self.llm_engine.dead_error
+            concurrent.futures.wait([future], timeout=1.0)
+        if not future.done():
             future.cancel()
-            raise TimeoutError(f"vLLM's engine process took more than {_TIMEOUT_S:g} s for {what}.") from None
+            raise TimeoutError(f"vLLM's engine process took more than {_TIMEOUT_S:g} s for {what}.")
+        return future.result()
 
 
 class VllmAsyncEngine(VllmEngine):
