@@ -17,21 +17,33 @@ def numbers(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(times)} for row in rows]
 
 
-def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(tmp_path: Path, tiny_llama: Callable):
-    runs = {}
-    for name in ("synchronous", "detached"):
-        (tmp_path / name).mkdir()
-        settings = [*tiny_run_settings(tmp_path / name, tiny_llama), *APART, "algorithm.use_kl_in_reward=true"]
-        settings += ["trainer.total_training_steps=3", "algorithm.kl_ctrl.kl_coef=0.2"]
-        if name == "synchronous":
-            run_on_ray(settings)
-        else:
-            assert run_apart(settings) == 0
-        runs[name] = metrics_of(tmp_path / name)
-    steps = {name: [row for row in numbers(rows) if "actor/loss" in row] for name, rows in runs.items()}
+PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=3", "algorithm.kl_ctrl.kl_coef=0.2"]
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) -> Path:
+    """The folder of a synchronous run."""
+    folder = tmp_path_factory.mktemp("synchronous")
+    run_on_ray([*tiny_run_settings(folder, tiny_llama), *PPO])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "transport",
+    ["object_store", *(pytest.param(name, marks=pytest.mark.proof) for name in ("shared_memory", "gloo"))],
+)
+def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(
+    transport: str, synchronous: Path, tmp_path: Path, tiny_llama: Callable
+):
+    by_transport = f"actor_rollout_ref.rollout.weight_transport={transport}"
+    assert run_apart([*tiny_run_settings(tmp_path, tiny_llama), *PPO, by_transport]) == 0
+    folders = {"synchronous": synchronous, "detached": tmp_path}
+    steps = {
+        name: [row for row in numbers(metrics_of(folder)) if "actor/loss" in row] for name, folder in folders.items()
+    }
     assert len(steps["detached"]) == 3
-    for synchronous, detached in zip(steps["synchronous"], steps["detached"], strict=True):
-        shared = synchronous.keys() & detached.keys() - {name for name in synchronous if name.startswith("val-")}
+    for expected, found in zip(steps["synchronous"], steps["detached"], strict=True):
+        shared = expected.keys() & found.keys() - {name for name in expected if name.startswith("val-")}
         assert shared > {
             "actor/loss",
             "critic/loss",
@@ -39,12 +51,12 @@ def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(tm
             "actor/reward_kl_penalty",
             "actor/grad_norm",
         }
-        assert {name: synchronous[name] for name in shared} == {name: detached[name] for name in shared}
+        assert {name: expected[name] for name in shared} == {name: found[name] for name in shared}
     for role in ("actor", "critic"):
         model = f"runs/latest/global_step_3/{role}/huggingface/model.safetensors"
-        synchronous, detached = (load_file(tmp_path / name / model) for name in runs)
-        assert synchronous.keys() == detached.keys()
-        assert all((synchronous[name] == detached[name]).all() for name in synchronous)
+        expected, found = (load_file(folder / model) for folder in folders.values())
+        assert expected.keys() == found.keys()
+        assert all((expected[name] == found[name]).all() for name in expected)
 
 
 def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(

@@ -3,16 +3,14 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
-from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, tiny_run_settings
-
-from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.run_ppo import run_ppo
+from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, tiny_run_settings
 
 pytestmark = [pytest.mark.proof, pytest.mark.ray, pytest.mark.timeout(900)]
 UNEVEN = [
@@ -32,8 +30,15 @@ def three_nodes(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
     cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
     yield cluster
-    ray.shutdown()
     cluster.shutdown()
+
+
+def train(module: str, settings: list[str]) -> str:
+    """A run to its end, in a process of its own, whose Ray has the settings of the cluster's; what it prints."""
+    command = [sys.executable, "-m", f"verl_like.trainer.{module}", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def placement(output: str) -> dict[tuple[str, str], str]:
@@ -49,13 +54,12 @@ def calls(folder: Path, role: str, method: str) -> list[int]:
 
 
 def test_actor_critic_and_engines_train_on_different_nodes_and_an_uneven_pool_on_two(
-    three_nodes: Cluster, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+    three_nodes: Cluster, tmp_path: Path, tiny_llama: Callable
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *UNEVEN, "placement=separate"]
     settings += ["resource_pool_spec.actor_pool=[1,2]", "resource_pool_spec.critic_pool=[1]"]
     settings += ["resource_pool_spec.rollout_pool=[1]", "actor_rollout_ref.rollout.weight_transport=gloo"]
-    assert run_ppo(load_ppo_config([*settings, f"ray_kwargs.ray_init.address={three_nodes.address}"])) == 0
-    nodes = placement(capsys.readouterr().out)
+    nodes = placement(train("main_ppo", [*settings, f"ray_kwargs.ray_init.address={three_nodes.address}"]))
     assert len(nodes) == 5 and len(set(nodes.values())) == 3
     assert nodes["actor_pool", "0"] != nodes["actor_pool", "1"] == nodes["actor_pool", "2"]
     assert nodes["actor_pool", "1"] not in (nodes["critic_pool", "0"], nodes["rollout_pool", "0"])
@@ -66,15 +70,15 @@ def test_actor_critic_and_engines_train_on_different_nodes_and_an_uneven_pool_on
 
 
 def test_makers_and_a_trainer_on_different_nodes_account_for_every_prompt_and_a_maker_gets_its_place_again(
-    three_nodes: Cluster, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+    three_nodes: Cluster, tmp_path: Path, tiny_llama: Callable
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, *UNEVEN, "detached.num_makers=2"]
     settings += ["resource_pool_spec.trainer_pool=[1,2]", "resource_pool_spec.maker_pool=[1]"]
-    settings += ["detached.experience_batch_size=1", f"ray_kwargs.ray_init.address={three_nodes.address}"]
+    settings += ["detached.experience_batch_size=1", "actor_rollout_ref.rollout.weight_transport=gloo"]
+    settings += [f"ray_kwargs.ray_init.address={three_nodes.address}"]
     killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 2)
-    assert run_apart(settings) == 0  # which takes all 5 CPUs
+    output = train("main_detached", settings)  # which takes all 5 CPUs
     assert not killer.is_alive()
-    output = capsys.readouterr().out
     assert output.count("is started again") == 1 and output.count("Placement") == 2
     before, nodes = (placement(part) for part in output.split("is started again"))
     assert nodes == before and len(nodes) == 5 and len(set(nodes.values())) == 3

@@ -40,7 +40,7 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     loss = "actor_rollout_ref.actor.policy_loss"
     settings += [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path=large", "role_mapping.teacher=critic_pool"]
     settings += ["trainer.seed=7", "trainer.total_training_steps=20", "trainer.critic_warmup=3"]
-    settings += ["actor_rollout_ref.rollout.n=5"]
+    settings += ["actor_rollout_ref.rollout.n=5", "actor_rollout_ref.rollout.weight_transport=gloo"]
     config = config_of(*settings, *roles, "role_mapping.ref=critic_pool", "reward_model.model.path=judge")
     mapping = ppo_workers.build_role_worker_mapping(config, {"judge": Judge, "critic": OwnCritic})
     assert {role: made.cls for role, made in mapping.items()} == {
@@ -51,6 +51,7 @@ def test_each_role_gets_its_class_and_the_settings_that_it_reads():
     # The actor is trained in all but the first three of 20 steps; it alone shares the pool with the rollout.
     policy = {"config": config.actor_rollout_ref}
     critic = {"config": config.critic, "seed": 7, "rollout_n": 5, "total_training_steps": 20}
+    critic |= {"weight_transport": "gloo"}
     assert {role: made.kwargs for role, made in mapping.items()} == {
         "actor": policy | {"total_training_steps": 17, "shares_device": True},
         "rollout": policy | {"seed": 7},

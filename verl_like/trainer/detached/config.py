@@ -76,11 +76,6 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         )
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
-    if (transport := config.actor_rollout_ref.rollout.weight_transport) != "object_store":
-        yield (
-            f"actor_rollout_ref.rollout.weight_transport={transport} takes weights within one driver; makers and "
-            "trainers have their own: set object_store"
-        )
     if detached.update_steps > detached.max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "

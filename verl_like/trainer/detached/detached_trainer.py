@@ -1,6 +1,7 @@
 """A trainer of detached training: experience in from the makers, weights out to them."""
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ class DetachedPPOTrainer:
         self.metrics: deque[dict[str, Metric]] = deque()
         """What the makers measured since the last training step."""
         self.pushed: PushedWeights | None = None
+        self.pushing = threading.Lock()
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
@@ -147,20 +149,22 @@ class DetachedPPOTrainer:
         if self.index:
             return
         version, deadline_s = self.learner.version, self.config.trainer.call_timeout_s
-        futures = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
-        exports = {role: ForwardedFuture(tuple(future.parts), future.collect) for role, future in futures.items()}
-        # What is pushed has been exported. It stays with the workers.
-        fetch([part.header for export in exports.values() for part in export.parts], deadline_s)
+        with self.pushing:
+            futures = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
+            exports = {role: ForwardedFuture(tuple(future.parts), future.collect) for role, future in futures.items()}
+            # What is pushed has been exported. It stays with the workers.
+            fetch([part.header for export in exports.values() for part in export.parts], deadline_s)
+            self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
-        self.pushed = PushedWeights(version, exports)
         for name in self.maker_names:
             with contextlib.suppress(WorkerDied):  # when it was started again, it asks for what was pushed last
                 side_named(name).update_experience_maker.remote(self.pushed)
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:
-        """What was pushed last: a maker that was started again asks for it."""
-        return self.pushed
+        """What was pushed last, for a maker that was started again or came too late; waits for a push that runs."""
+        with self.pushing:
+            return self.pushed
 
     @ray.method(concurrency_group="status")
     def report(self) -> SideReport:

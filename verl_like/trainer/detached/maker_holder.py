@@ -15,7 +15,7 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Future, Metric
-from verl_like.single_controller.failure import CallTimeout
+from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
@@ -118,7 +118,7 @@ class ExperienceMakerHolder:
         self.cleanup = contextlib.ExitStack()
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         self.version = -1
-        """Of the weights that generate; -1 before the first push."""
+        """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
         self.validated = -1
         """The version that was validated last."""
         self.pushed: PushedWeights | None = None
@@ -227,21 +227,30 @@ class ExperienceMakerHolder:
     def load_newest_weights(self) -> None:
         """Takes what was pushed last to the engines and the copies, all under one version.
 
-        Where a trainer that died has taken a part of it along, the maker stays on the version that it has. Raises
-        WorkerError if a part is lost later: then some workers may have the new weights and others not.
+        Where a trainer that died has taken a part of it along, the maker stays on the version that it has. Where a part
+        was overwritten by newer weights, the maker takes those, all of them. Raises WorkerError if a part is lost.
         """
-        weights = self.pushed
-        if weights is None or weights.version <= self.version:
+        deadline_s = self.config.trainer.call_timeout_s
+        if (weights := self.pushed) is None or weights.version <= self.version:
             return
         with self.recorder.timer("update_weights"):
             headers = [part.header for export in weights.exports.values() for part in export.parts]
             try:
-                ray.get(headers, timeout=self.config.trainer.call_timeout_s)
+                ray.get(headers, timeout=deadline_s)
             except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                 return
-            self.run.maker.load_weights(Weights(weights.exports[Role.Actor], weights.version))
-            for role in self.run.groups.keys() & set(TRAINED):
-                self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
+            try:
+                self.run.maker.load_weights(Weights(weights.exports[Role.Actor], weights.version))
+                for role in self.run.groups.keys() & set(TRAINED):
+                    self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
+            except WorkerError as error:
+                self.version = -1  # some workers may have the new weights and others not
+                newest: PushedWeights = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
+                if isinstance(error, WorkerDied) or newest.version == weights.version:
+                    raise
+                self.keep_newest(newest)
+                self.load_newest_weights()
+                return
         self.version = weights.version
 
     def begin_with_updates(self, prompts: DataProto) -> Future[DataProto]:

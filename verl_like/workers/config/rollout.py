@@ -76,7 +76,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """Most sequences the engine processes at once; null means vLLM's own number for the GPU (1024 with 70 GiB or more,
     A100: 256), and 256 on a CPU and for the hf engine."""
     weight_transport: Literal["object_store", "shared_memory", "gloo"] = "object_store"
-    """How new weights reach the engines: with Ray, in memory of the trainer's node, or by gloo, once to each node."""
+    """How weights reach engines and copies: by Ray, in memory of the trainer's node, or by gloo, once to each node."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """Keys and values of unfinished responses when new weights arrive: computed again with them, or kept."""
     val_kwargs: SamplingConfig = SamplingConfig()
