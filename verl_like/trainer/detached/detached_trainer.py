@@ -10,7 +10,6 @@ from typing import cast
 
 import ray
 
-from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.failure import WorkerDied
 from verl_like.single_controller.ray.message import fetch
@@ -21,16 +20,7 @@ from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig, trainer_config, trainer_roles, updated
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
-from verl_like.trainer.detached.side import (
-    LedgerHandle,
-    ModelFn,
-    PushedWeights,
-    SideRecorder,
-    SideReport,
-    remote,
-    side_named,
-    start_models,
-)
+from verl_like.trainer.detached.side import ModelFn, PushedWeights, Side, remote, side_named, start_models
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics
@@ -48,7 +38,7 @@ def trainer_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
 
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
-class DetachedPPOTrainer:
+class DetachedPPOTrainer(Side):
     """The driver of one trainer, a named Ray actor. The first one pushes the weights of all.
 
     Args:
@@ -67,17 +57,12 @@ class DetachedPPOTrainer:
         env_info: JointTrainer | None = None,
         pools: ResourcePoolManager | None = None,
     ) -> None:
-        import_plugins(config.plugins)
-        self.name = ray.get_runtime_context().get_actor_name()
+        super().__init__(config, model_fn, pools)
         self.config, self.maker_names = trainer_config(config, self.name), experience_maker_holder_name_list
-        self.model_fn, self.env_info, self.pools = model_fn, env_info, pools
-        self.index = 0 if env_info is None else env_info.index
-        self.recorder = SideRecorder(self.name)
+        self.env_info, self.index = env_info, 0 if env_info is None else env_info.index
         self.metrics: deque[dict[str, Metric]] = deque()
         """What the makers measured since the last training step."""
-        self.pushed: PushedWeights | None = None
         self.pushing = threading.Lock()
-        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
 
@@ -165,13 +150,3 @@ class DetachedPPOTrainer:
         """What was pushed last, for a maker that was started again or came too late; waits for a push that runs."""
         with self.pushing:
             return self.pushed
-
-    @ray.method(concurrency_group="status")
-    def report(self) -> SideReport:
-        """What happened since the last report; an actor that does not answer is stopped or dead."""
-        return self.recorder.report()
-
-    @ray.method(concurrency_group="status")
-    def status(self) -> str:
-        """What this side does now, and the stack of its loop."""
-        return self.recorder.status_and_stack()

@@ -13,7 +13,6 @@ import ray
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.plugins import import_plugins
 from verl_like.protocol import DataProto, Future, Metric
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
@@ -22,11 +21,9 @@ from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_con
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import (
     POLL_S,
-    LedgerHandle,
     ModelFn,
     PushedWeights,
-    SideRecorder,
-    SideReport,
+    Side,
     ask,
     remote,
     side_died,
@@ -90,7 +87,7 @@ class PromptLoader:
 
 
 @remote(concurrency_groups={"weights": 1, "status": 1})
-class ExperienceMakerHolder:
+class ExperienceMakerHolder(Side):
     """The driver of one maker, a named Ray actor.
 
     Args:
@@ -109,19 +106,14 @@ class ExperienceMakerHolder:
         validates: bool = False,
         pools: ResourcePoolManager | None = None,
     ) -> None:
-        import_plugins(config.plugins)
-        self.name = ray.get_runtime_context().get_actor_name()
+        super().__init__(config, model_fn, pools)
         self.config, self.trainer_names = maker_config(config, self.name), detached_trainer_name_list
         self.validates = validates
-        self.model_fn, self.pools = model_fn, pools
-        self.recorder = SideRecorder(self.name)
         self.cleanup = contextlib.ExitStack()
-        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         self.version = -1
         """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
         self.validated = -1
         """The version that was validated last."""
-        self.pushed: PushedWeights | None = None
         self.has_pushed = threading.Condition()
         self.sent: dict[Any, str] = {}
         """The trainer that experience is on its way to, by the reference to its answer."""
@@ -287,13 +279,3 @@ class ExperienceMakerHolder:
         if self.config.trainer.test_freq > 0 and self.validated != version:
             self.validate()
         self.cleanup.close()
-
-    @ray.method(concurrency_group="status")
-    def report(self) -> SideReport:
-        """What happened since the last report; an actor that does not answer is stopped or dead."""
-        return self.recorder.report()
-
-    @ray.method(concurrency_group="status")
-    def status(self) -> str:
-        """What this side does now, and the stack of its loop."""
-        return self.recorder.status_and_stack()

@@ -14,9 +14,11 @@ from typing import Any
 
 import ray
 
+from verl_like.plugins import import_plugins
 from verl_like.protocol import Metric
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -138,6 +140,28 @@ class LedgerHandle:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return functools.partial(ask, LEDGER, method, timeout=self.deadline_s)
+
+
+class Side:
+    """What makers and trainers do alike. Each is a named Ray actor with the concurrency group `status`."""
+
+    def __init__(self, config: DetachedConfig, model_fn: ModelFn | None, pools: ResourcePoolManager | None) -> None:
+        import_plugins(config.plugins)
+        self.name = ray.get_runtime_context().get_actor_name()
+        self.model_fn, self.pools = model_fn, pools
+        self.recorder = SideRecorder(self.name)
+        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
+        self.pushed: PushedWeights | None = None
+
+    @ray.method(concurrency_group="status")
+    def report(self) -> SideReport:
+        """What happened since the last report; an actor that does not answer is stopped or dead."""
+        return self.recorder.report()
+
+    @ray.method(concurrency_group="status")
+    def status(self) -> str:
+        """What this side does now, and the stack of its loop."""
+        return self.recorder.status_and_stack()
 
 
 def start_models(groups: Mapping[str, WorkerGroup]) -> None:
