@@ -1,12 +1,16 @@
 """Detached training: makers and trainers as drivers of their own, on a real Ray."""
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from runs import AHEAD, APART, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, run_on_ray, tiny_run_settings
 from safetensors.torch import load_file
+
+from verl_like.protocol import DataProto
+from verl_like.trainer import ppo_trainer
 
 pytestmark = pytest.mark.ray
 
@@ -73,3 +77,75 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
     assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
+
+
+# Responses have 8 tokens, those to the first prompt of the data 160. What a maker has made is written in that order.
+FORCED_LENGTHS = """
+import dataclasses
+import pathlib
+import time
+
+from verl_like.single_controller import Dispatch, register
+from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.workers.rollout_worker import RolloutWorker
+
+
+class ForcedLengths(RolloutWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        super().init_model()
+        requests_for = self.rollout.requests_for
+        self.rollout.requests_for = lambda prompts: {k: self.forced(v) for k, v in requests_for(prompts).items()}
+
+    def forced(self, request):
+        max_tokens = 160 if "-0)" in request.name else 8
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_tokens=max_tokens))
+
+
+class KeepingMaker(ExperienceMaker):
+    def complete(self, generated):
+        experience = super().complete(generated)
+        experience.batch.save_to_disk(pathlib.Path(__file__).parent / "made" / str(time.time_ns()))
+        return experience
+
+
+@register_trainer
+class TrainerWithKeepingMaker(RayPPOTrainer):
+    def build_maker(self):
+        return KeepingMaker(**vars(super().build_maker()))
+"""
+
+
+@pytest.mark.proof
+def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_loses_nothing_when_it_is_killed(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "forced_lengths.py").write_text(FORCED_LENGTHS)
+    (tmp_path / "made").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.update_in_flight=true"]
+    settings += ["plugins=[forced_lengths]", "worker_classes.rollout=forced_lengths.ForcedLengths"]
+    settings += ["actor_rollout_ref.rollout.ignore_eos=true", "data.max_response_length=160", "data.shuffle=false"]
+    settings += ["resource_pool_spec.maker_pool=[2]", "trainer.val_before_train=false"]
+    killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 3)
+    assert run_apart(settings) == 0
+    assert not killer.is_alive()
+    assert capsys.readouterr().out.count("maker_0 failed and is started again") == 1
+    steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
+    counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
+    assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
+    assert max(row["training/staleness/max"] for row in steps) <= 1
+
+    made = [DataProto.load_from_disk(path) for path in sorted((tmp_path / "made").iterdir())]
+    for batch in made:
+        lengths = batch.batch["response_mask"].sum(-1).tolist()
+        uids = batch.non_tensor_batch["uid"].tolist()
+        assert lengths == [160 if uid.endswith("-0") else 8 for uid in uids]
+        assert uids[::2] == uids[1::2]
+    # Four are in flight at first; when 0-0 ends, all that the ledger allows before step 1 has been made.
+    order = [uid for batch in made for uid in batch.non_tensor_batch["uid"].tolist()[::2]]
+    assert {f"0-{row}" for row in range(1, 8)} <= set(order[: order.index("0-0")])
+    assert {len(batch) for batch in made} <= {2, 4, 6, 8} and len(made) > 20 / 4

@@ -38,7 +38,7 @@ def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every
     assert all(name.startswith(("val-core/", "val-aux/")) for name in validated)
     assert "val-aux/early_ratio" not in validated
     events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
-    assert {event["step"] for event in events if event["method"] == "sleep"} == {1, 2, 3, 4, 5}
+    assert {event["step"] for event in events if event["method"] == "update_actor"} == {1, 2, 3, 4, 5}
     assert re.search(r"step 5/5\b", capsys.readouterr().out)
 
 

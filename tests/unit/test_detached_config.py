@@ -18,6 +18,9 @@ NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.pat
 SMALL = ["data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "actor_rollout_ref.rollout.n=4"]
 SMALL += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"]
 
+IN_FLIGHT = ["detached.update_in_flight=true", "detached.max_staleness=1"]
+IN_FLIGHT += ["algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.weight_transport=gloo"]
+
 
 def config_of(*overrides: str) -> DetachedConfig:
     return load_config(DetachedConfig, broken_detached_rules, [*NEEDED, *SMALL, *overrides])
@@ -29,6 +32,8 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["detached.max_staleness=2"], "detached.max_staleness=2 trains on responses that older weights drew"),
         (["detached.update_steps=2"], "set it to at most 1"),
         (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
+        ([*IN_FLIGHT, "algorithm.adv_estimator=remax"], "compares with a greedy response of the same weights"),
+        ([*IN_FLIGHT, "actor_rollout_ref.rollout.name=vllm_async"], "has no steps of a token"),
         (["detached.update_in_flight=true"], "and detached.max_staleness of at least 1"),
         (["trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true"], "set detached.max_staleness=1"),
         (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),

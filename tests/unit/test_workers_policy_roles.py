@@ -67,21 +67,35 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
     torch.testing.assert_close(scored, batch.batch["rollout_log_probs"], rtol=0, atol=1e-4)
 
 
-def test_a_generation_in_parts_goes_on_with_the_weights_that_come_between_and_is_done_once(config):
+def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_its_own_have_ended(config):
     actor, rollout = local_group(ActorWorker, config), local_group(RolloutWorker, config, seed=1)
     rollout.load_weights(actor.export_weights(version=3), version=3)
+    rollout.workers[0].rollout.eos_token_ids = tuple(range(3, 1000, 4))
     whole = rollout.generate_sequences(prompts()).get()
     lengths = whole.batch["response_mask"].sum(-1).tolist()
-    assert max(lengths) > 2
-    assert rollout.advance_sequences(prompts(), 2) == [False]
+    last = [max(lengths[:3]), max(lengths[3:])]
+    assert last[0] > 2 and min(lengths[:3]) <= 2 and last[1] > min(lengths[3:]), lengths
+    rollout.submit_prompts(prompts()[:1], [0])
+    assert rollout.advance_sequences(2) == [None]
     rollout.load_weights(actor.export_weights(version=4), version=4)  # of equal values
-    assert rollout.advance_sequences(prompts(), 100) == rollout.advance_sequences(prompts(), 100) == [True]
-    in_parts = rollout.generate_sequences(prompts()).get()
-    assert torch.equal(in_parts.batch["responses"], whole.batch["responses"])
-    expected = [((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths]
-    assert in_parts.non_tensor_batch["policy_version"].tolist() == expected
-    again = rollout.generate_sequences(prompts()).get()
-    assert again.non_tensor_batch["policy_version"].tolist() == [((4, 0, length),) for length in lengths]
+    rollout.submit_prompts(prompts()[1:], [1])  # of a replica that is not there
+    rollout.submit_prompts(prompts()[1:], [0])
+    ended = {}
+    for step in range(3, 3 + RESPONSE):
+        (rows,) = rollout.advance_sequences(1)
+        if rows is not None:
+            ended |= {
+                uid: (step, rows[start : start + 3]) for start, uid in enumerate(rows.non_tensor_batch["uid"][::3])
+            }
+    assert {uid: step for uid, (step, _) in ended.items()} == {"0-0": last[0], "0-1": last[1] + 2}
+    assert rollout.advance_sequences(1) == [None]
+    for name in ("responses", "response_mask", "input_ids", "position_ids", "prompts"):
+        parts = torch.cat([ended[uid][1].batch[name] for uid in ("0-0", "0-1")])
+        assert torch.equal(parts, whole.batch[name]), name
+    early = [((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths[:3]]
+    assert ended["0-0"][1].non_tensor_batch["policy_version"].tolist() == early
+    late = [((4, 0, length),) for length in lengths[3:]]
+    assert ended["0-1"][1].non_tensor_batch["policy_version"].tolist() == late
 
 
 def test_exporting_leaves_the_actor_as_it_is(config):
@@ -99,7 +113,14 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
             *("save_checkpoint", "load_checkpoint", "save_hf"),
         },
         ReferenceWorker: {"init_model", "compute_ref_log_prob"},
-        RolloutWorker: {"init_model", "generate_sequences", "advance_sequences", "load_weights", "sleep"},
+        RolloutWorker: {
+            "init_model",
+            "generate_sequences",
+            "submit_prompts",
+            "advance_sequences",
+            "load_weights",
+            "sleep",
+        },
     }
     assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)  # the base has verl's name
 

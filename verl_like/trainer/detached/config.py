@@ -26,11 +26,12 @@ class DetachedBlock(ConfigModel):
     """Most training steps between the weights that drew a token and those that are trained on it. 0 is as the
     synchronous trainer: a batch is drawn with the weights that it trains."""
     experience_batch_size: PositiveInt | None = None
-    """PROMPTS that a maker takes at a time; null means an equal part of data.train_batch_size for each maker."""
+    """PROMPTS that a maker has in flight; null means an equal part of data.train_batch_size for each maker."""
     update_steps: PositiveInt = 1
     """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
     update_in_flight: bool = False
-    """Whether responses that are being generated go on with newer weights; otherwise only later ones have them."""
+    """Whether a maker sends the responses to a prompt when they have ended, begins others in their place, and loads
+    newer weights in mid-response; otherwise it takes and sends the prompts of a step together."""
     min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers start nothing that
     would be older than update_steps - 1, until a step is above it again; 0 never brakes."""
@@ -73,6 +74,16 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             "detached.update_in_flight=true makes responses of which each token may be of other weights: it needs "
             "algorithm.rollout_correction.bypass_mode=true, since only the engine knows the log-probabilities that "
             "they were drawn with, and detached.max_staleness of at least 1"
+        )
+    if detached.update_in_flight and "reward_baselines" in config.estimator_needs:
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
+            "which there is not with detached.update_in_flight=true; set it to false"
+        )
+    if detached.update_in_flight and config.actor_rollout_ref.rollout.name == "vllm_async":
+        yield (
+            "actor_rollout_ref.rollout.name=vllm_async has no steps of a token, between which "
+            "detached.update_in_flight=true looks for newer weights; set vllm"
         )
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"

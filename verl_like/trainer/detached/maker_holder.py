@@ -6,6 +6,7 @@ import inspect
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ import ray
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Metric
+from verl_like.protocol import DataProto, Future, Metric, Part
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
@@ -40,7 +42,8 @@ from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 
 STEPS_BETWEEN_UPDATES = 16
-"""Tokens of each response between two looks for newer weights; a look is a call of the workers, a few milliseconds."""
+"""Tokens of each response between two looks for what has ended and for newer weights; a look is a call of the workers,
+a few milliseconds."""
 
 
 def maker_models(
@@ -115,6 +118,10 @@ class ExperienceMakerHolder(Side):
         self.validated = -1
         """The version that was validated last."""
         self.has_pushed = threading.Condition()
+        self.in_flight: dict[str, tuple[Ticket, DataProto, int]] = {}
+        """Ticket, prompt (1,) and replica of what is generated, with `detached.update_in_flight`; by uid."""
+        self.ended: tuple[list[Ticket], DataProto, DataProto] | None = None
+        """Of some of these that have ended since: tickets, prompts (B,) and what was generated (B * n,)."""
         self.sent: dict[Any, str] = {}
         """The trainer that experience is on its way to, by the reference to its answer."""
 
@@ -134,9 +141,7 @@ class ExperienceMakerHolder(Side):
             cast(RunRecorder, self.recorder),
         )
         self.run.groups = self.run.start_groups()
-        self.run.maker = maker = cast(Any, self.run.build_maker())
-        if self.config.detached.update_in_flight:
-            maker.begin = self.begin_with_updates
+        self.run.maker = self.run.build_maker()
         start_models(self.run.groups)
         self.recorder.placement = placement_rows(self.run.placement)
         return PromptLoader(self.config, inputs.train_dataset)
@@ -146,32 +151,77 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("starting"):
             loader = self.start()
         deadline_s = self.config.trainer.call_timeout_s
-        limit = num_prompts_at_a_time(self.config)
         done, waiting_since = 0, time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
-        while num_steps is None or done < num_steps:
+        while self.in_flight or self.ended or num_steps is None or done < num_steps:
             self.load_newest_weights()
-            self.validate_if_due()
+            limit = num_prompts_at_a_time(self.config) - len(self.in_flight)
+            if (is_due := self.validation_is_due()) and not self.in_flight:
+                self.validate()
+            elif is_due or (num_steps is not None and done >= num_steps):
+                limit = 0  # until what is in flight has ended
             tickets: list[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name, self.version, limit)
             if tickets is None:
                 break
-            if not tickets:
-                if time.monotonic() - waiting_since > deadline_s:
-                    waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
-                    raise CallTimeout(self.name, "workingloop", deadline_s, waited_for)
+            for its_tickets, prompts in (data_loader or loader).load(tickets):
+                if self.config.detached.update_in_flight:
+                    self.submit(its_tickets, prompts)
+                else:
+                    with self.recorder.timer("making experience"):
+                        experience = self.run.maker.make(prompts)
+                    self.send(its_tickets, experience)
+            if self.in_flight or self.ended:
+                done += self.advance()
+            elif tickets:
+                done += 1
+            elif time.monotonic() - waiting_since > deadline_s:
+                waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+                raise CallTimeout(self.name, "workingloop", deadline_s, waited_for)
+            else:
                 with self.recorder.timer("waiting for weights"), self.has_pushed:
                     self.has_pushed.wait(timeout=POLL_S)
                 continue
-            for its_tickets, prompts in (data_loader or loader).load(tickets):
-                with self.recorder.timer("making experience"):
-                    experience = self.run.maker.make(prompts)
-                self.send(its_tickets, experience)
-            done, waiting_since = done + 1, time.monotonic()
+            waiting_since = time.monotonic()
         self.wait_for_sent()
         return done
+
+    def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
+        """Has the responses to (B,) prompts generated beside those in flight, each prompt's where there are fewest."""
+        rollout = self.run.groups[Role.Rollout]
+        load = Counter(replica for _, _, replica in self.in_flight.values())
+        replicas = []
+        for row, (ticket, uid) in enumerate(zip(tickets, prompts.non_tensor_batch["uid"], strict=True)):
+            replica = min(range(rollout.mesh("rollout").dp_size), key=load.__getitem__)
+            load[replica] += 1
+            replicas.append(replica)
+            self.in_flight[uid] = (ticket, prompts.rows(row, row + 1), replica)
+        rollout.submit_prompts(prompts, replicas)
+
+    def advance(self) -> int:
+        """Goes on with the responses in flight, and meanwhile makes experience of those that ended before and sends it.
+
+        Returns how often it made some.
+        """
+        rollout, maker = self.run.groups[Role.Rollout], self.run.maker
+        with self.recorder.timer("making experience"):
+            look = rollout.advance_sequences.remote(STEPS_BETWEEN_UPDATES)
+            if ended := self.ended:
+                tickets, prompts, generated = ended
+                generation = Future(LocalCall([], [Part(None, generated)], None), lambda outputs: outputs[0])
+                self.send(tickets, maker.complete(maker.sample(prompts, None, generation)))
+            parts = [part for part in look.get() if part is not None]
+        self.ended = None
+        if parts:
+            generated = DataProto.concat(parts)
+            uids = generated.non_tensor_batch["uid"][:: self.config.actor_rollout_ref.rollout.n]
+            groups = [self.in_flight.pop(uid) for uid in uids]
+            prompts = DataProto.concat([prompt.select(meta_info_keys=[]) for _, prompt, _ in groups])
+            prompts.meta_info = dict(groups[0][1].meta_info)
+            self.ended = [ticket for ticket, _, _ in groups], prompts, generated
+        return int(ended is not None)
 
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
         """Sends the rows of each ticket to its trainer, while the next experience is made."""
@@ -245,23 +295,11 @@ class ExperienceMakerHolder(Side):
                 return
         self.version = weights.version
 
-    def begin_with_updates(self, prompts: DataProto) -> Future[DataProto]:
-        """Has responses to (B,) prompts generated, with newer weights from the next token on as soon as there are some.
-
-        Returns when all responses have ended. In a validation all are of the same weights.
-        """
-        rollout = self.run.groups[Role.Rollout]
-        if not prompts.meta_info.get("validate", False):
-            while not all(rollout.advance_sequences(prompts, STEPS_BETWEEN_UPDATES)):
-                self.load_newest_weights()
-        return rollout.generate_sequences.remote(prompts)
-
-    def validate_if_due(self) -> None:
-        """Validates before training and with the first version after every `trainer.test_freq` steps."""
+    def validation_is_due(self) -> bool:
+        """Whether this maker is to validate: before training, and with the first version after every `test_freq`."""
         trainer, version = self.config.trainer, self.version
         passed = trainer.test_freq > 0 and version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
-        if passed if version else trainer.val_before_train and self.validated < 0:
-            self.validate()
+        return self.validates and (passed if version > 0 else trainer.val_before_train and self.validated < version)
 
     def validate(self) -> None:
         """If this maker is the one that does: validates with the weights that it has, for the next report."""

@@ -217,9 +217,7 @@ class RolloutEngine(ABC):
             except StopIteration as end:
                 return end.value
 
-    def stream_sequences(
-        self, prompts: DataProto, *, every_step: bool = False
-    ) -> Generator[list[FinishedSample], None, DataProto]:
+    def stream_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
         """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.
 
         Args:
@@ -228,7 +226,6 @@ class RolloutEngine(ABC):
                 `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
                 (bool, default False: one response, the likeliest token each time). The other rows, their order and
                 the number of replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
-            every_step: yield after each step, so that weights can be loaded in between, also where nothing has ended.
 
         Returns:
             B * n rows, the n responses of a prompt one after the other: the columns of `generate_sequences` in
@@ -242,6 +239,14 @@ class RolloutEngine(ABC):
         """
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; let them end before a batch, or abort.")
+        requests = self.requests_for(prompts)
+        is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
+        uids = {row: uid for row, uid in enumerate(prompt_uids(prompts)) if not is_pad_B[row]}
+        completions = yield from self._run_batch(requests, uids if self.is_collect else {})
+        return self.batch_of(prompts, list(completions.values()))
+
+    def requests_for(self, prompts: DataProto) -> dict[tuple[int, int], GenerationRequest]:
+        """The requests of a batch of prompts, see `stream_sequences`, by the prompt's row and the response's number."""
         if "global_steps" not in prompts.meta_info:
             raise ValueError(
                 f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
@@ -251,7 +256,7 @@ class RolloutEngine(ABC):
         sampling, n = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
         step = int(prompts.meta_info["global_steps"])
         token_lists = strip_padding(prompts)
-        requests = {
+        return {
             (row, k): GenerationRequest(
                 f"row {row} (uid {uid}), sample {k}",
                 token_lists[row],
@@ -261,27 +266,22 @@ class RolloutEngine(ABC):
             for row, uid in enumerate(uids)
             for k in range(n)
         }
-        is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
-        real_rows = [row for row, is_pad in enumerate(is_pad_B.tolist()) if not is_pad]
-        reported_uids = {row: uids[row] for row in real_rows} if self.is_collect else {}
-        completions = yield from self._run_batch(requests, reported_uids, every_step)
-        num_cached = sum(completions[row, k].num_cached_tokens for row in real_rows for k in range(n))
-        num_prompt_tokens = n * sum(len(token_lists[row]) for row in real_rows)
+
+    def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
+        """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""
+        n = len(completions) // len(prompts)
+        is_real_B = ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
+        num_cached = sum(each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n])
+        num_prompt_tokens = n * int(prompts.batch["attention_mask"][is_real_B].sum())
         output = assemble(
-            prompts,
-            list(completions.values()),
-            response_length=self.config.response_length,
-            pad_token_id=self.pad_token_id,
+            prompts, completions, response_length=self.config.response_length, pad_token_id=self.pad_token_id
         )
         hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
         output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
         return output
 
     def _run_batch(
-        self,
-        requests: Mapping[tuple[int, int], GenerationRequest],
-        reported_uids: Mapping[int, str],
-        every_step: bool,
+        self, requests: Mapping[tuple[int, int], GenerationRequest], reported_uids: Mapping[int, str]
     ) -> Generator[list[FinishedSample], None, dict[tuple[int, int], Completion]]:
         """Computes requests, by row and sample; yields those that ended of the rows in `reported_uids`, returns all."""
         keys = {request.name: key for key, request in requests.items()}
@@ -296,7 +296,7 @@ class RolloutEngine(ABC):
                     completions[row, k] = completion
                     if row in reported_uids:
                         finished.append(FinishedSample(reported_uids[row], k, completion.token_ids))
-                if every_step or (finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS):
+                if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
                     yield finished
                     finished, last_yield = [], time.monotonic()
         finally:  # a call that fails or is closed early leaves no request to the next one
