@@ -8,8 +8,8 @@ slot asks for a ticket when it is free. The 64 lengths of a version are quantile
 or 8 times the mean, in another random order for each version; nobody knows a length before its end. Staleness is
 asserted on every response.
 
-That is what ledger and buffer allow. `main_detached` uses less of it: a maker takes the prompts of a step together and
-sends them together, and a trainer takes a whole batch. The rows `whole batches` simulate that.
+That is what ledger and buffer allow. With staleness 1 or more a trainer takes each mini-batch as it arrives. At
+staleness 0, and where a maker sends the prompts of a step together, it gets whole batches: the rows `whole batches`.
 
 Limit: the slower side never waits, 64 / max(16 / mean length, training rate). Peer: the synchronous order, in which all
 64 are generated, then trained. Every fraction is of the time between the ends of steps 10 and 60.

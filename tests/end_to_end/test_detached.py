@@ -1,7 +1,9 @@
 """Detached training: makers and trainers as drivers of their own, on a real Ray."""
 
+import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,11 @@ def numbers(rows: list[dict]) -> list[dict]:
     """The metrics of each step that are no times."""
     times = ("timing_s/", "perf/", "actor/perf/", "critic/perf/", "reward/early_ratio", "detached/", "training/epoch")
     return [{name: value for name, value in row.items() if not name.startswith(times)} for row in rows]
+
+
+def calls_of(folder: Path) -> Counter[str]:
+    """How often each method ran on a rank in the latest run in `folder`."""
+    return Counter(json.loads(line)["method"] for line in (folder / "runs/latest/timeline.jsonl").open())
 
 
 PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=3", "algorithm.kl_ctrl.kl_coef=0.2"]
@@ -77,6 +84,26 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
     assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
+    assert calls_of(tmp_path)["update_actor"] == 2 * 5  # each of the two mini-batches of a step by itself
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_actor_and_critic_train_each_mini_batch_of_a_step_as_it_arrives(
+    tmp_path: Path, tiny_llama: Callable, num_trainers: int
+):
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, *AHEAD, f"detached.num_trainers={num_trainers}"]
+    settings += ["detached.experience_batch_size=1", "trainer.critic_warmup=1", "trainer.save_freq=5"]
+    assert run_apart([*settings, "algorithm.rollout_correction.bypass_mode=true"]) == 0
+    steps = [row for row in metrics_of(tmp_path) if "critic/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert ["actor/loss" in row for row in steps] == [False, True, True, True, True]
+    counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "training", "in_buffer", "in_flight")}
+    assert counts == {"trained": 20, "training": 0, "in_buffer": 0, "in_flight": 0}
+    assert max(row["training/staleness/max"] for row in steps) <= 1
+    calls = calls_of(tmp_path)
+    assert (calls["update_critic"], calls["update_actor"]) == (2 * 5 * num_trainers, 2 * 4 * num_trainers)
+    assert calls["export_weights"] == 2 * (1 + 5)  # of actor and critic by the first trainer, not after each mini-batch
 
 
 # Responses have 8 tokens, those to the first prompt of the data 160. What a maker has made is written in that order.

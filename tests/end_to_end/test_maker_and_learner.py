@@ -9,15 +9,16 @@ import torch
 from test_local_step import local_trainer
 
 from examples.local_grpo_step import LocalTrainer
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.config import updated
 from verl_like.trainer.experience_maker import Experience, Generated, Weights
-from verl_like.trainer.learner import Learner
+from verl_like.trainer.learner import Learner, Update
 
 SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
+SETTINGS += ["actor_rollout_ref.actor.optim.lr_warmup_steps=3", "critic.optim.lr_warmup_steps=4"]
 
 
 def prompts_of(trainer: LocalTrainer, step: int) -> DataProto:
@@ -117,16 +118,51 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
         assert versions == [[0] * 8, [1] * 8]
 
 
-def test_experience_that_comes_in_parts_trains_as_the_whole_does(trainer: LocalTrainer, experience: Experience):
+def learn_in_parts(learner: Learner, trainer: LocalTrainer, experience: Experience) -> dict[str, Metric]:
+    """One training step on the two mini-batches of the experience, one after the other."""
+    version, updates = learner.version, []
+    for part in (1, 2):
+        batch = experience.batch[slice(4 * part - 4, 4 * part)]
+        batch.meta_info["part_of_step"] = (part, 2)
+        updates.append(learner.learn(experience_of(trainer, batch)))
+        assert learner.version == version + (part == 2)
+    pending = [future for update in updates for future in update.pending]
+    return Update(pending, merge_metrics([update.metrics for update in updates])).get()
+
+
+def test_a_step_in_parts_trains_and_measures_as_the_whole_does(trainer: LocalTrainer, experience: Experience):
+    """With learning rates that rise, a critic, and in the first step advantages that overflow in both parts."""
     whole, parts = learner_alone(trainer), learner_alone(trainer)
     start = fingerprint(whole.export_weights())
-    whole.learn(experience).get()
-    updates = [parts.learn(experience_of(trainer, experience.batch[rows])) for rows in (slice(0, 4), slice(4, 8))]
+    overflowing = experience.batch.select()
+    overflowing.batch["advantages"] = torch.full_like(overflowing.batch["advantages"], torch.inf)
+    for step, its_experience in enumerate((Experience(overflowing, experience.work, {}), experience)):
+        expected = measured(whole.learn(its_experience).get())
+        metrics = measured(learn_in_parts(parts, trainer, its_experience))
+        assert metrics.keys() == expected.keys() > {"actor/eff_sample_size", "critic/vf_loss", "critic/grad_norm"}
+        for name in [name for name in expected if not name.startswith("global_seqlen/")]:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+        assert (expected["actor/skipped_steps"], expected["training/staleness/max"]) == [(2, 0), (0, 1)][step]
+        assert expected["actor/lr"] == pytest.approx(1e-3 * (step + 1) / 3)
+        assert expected["critic/lr"] == pytest.approx(1e-3 * (step + 1) / 4)
+    for role in ("actor", "critic"):
+        (of_whole,), (of_parts,) = (learner.groups[role].workers for learner in (whole, parts))
+        assert of_parts.engine.training_steps == of_whole.engine.training_steps == 2
+        for (name, value), (_, expected) in zip(
+            of_parts.engine.named_parameters(), of_whole.engine.named_parameters(), strict=True
+        ):
+            assert torch.equal(value.full_tensor(), expected.full_tensor()), name
     weights = parts.export_weights()
+    assert weights.version == 2 and fingerprint(weights) == fingerprint(whole.export_weights()) != start
+
+
+def test_each_call_of_the_learner_is_a_training_step_unless_it_is_told_otherwise(
+    trainer: LocalTrainer, experience: Experience
+):
+    parts = learner_alone(trainer)
+    updates = [parts.learn(experience_of(trainer, experience.batch[rows])) for rows in (slice(0, 4), slice(4, 8))]
     assert all(update.get()["actor/grad_norm"].value > 0 for update in updates)
-    assert fingerprint(weights) == fingerprint(whole.export_weights()) != start
-    # A call of `learn` is a training step, whatever the number of its mini-batches.
-    assert (whole.version, parts.version, weights.version) == (1, 2, 2)
+    assert (parts.version, parts.export_weights().version) == (2, 2)
     assert [update.get()["training/staleness/max"].value for update in updates] == [0, 1]
     shares = [[update.get()[f"training/staleness/share_{steps}"].value for steps in (0, 1)] for update in updates]
     assert shares == [[1, 0], [0, 1]]

@@ -71,6 +71,29 @@ def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
     assert sum(sum(size) for size in all_pools(config).resource_pool_spec.values()) == 2 * 2 + 3 * 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_parts"),
+    [
+        ([], 2),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], 4),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size=6"], 1),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=12"], 1),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], 1),
+        (["critic.ppo_epochs=2"], 1),
+        (["critic.ppo_epochs=2", "algorithm.adv_estimator=grpo"], 2),
+        (["detached.max_staleness=0"], 1),
+    ],
+)
+def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computation(
+    overrides: list[str], num_parts: int
+):
+    ahead = ["detached.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"]
+    config = config_of(*ahead, *overrides)
+    assert config.num_parts_of_step == num_parts
+    three = ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]", "actor_rollout_ref.rollout.n=2"]
+    assert trainer_config(config_of(*ahead, *overrides, *three), "trainer_2").num_parts_of_step == num_parts
+
+
 def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():
     config = config_of("algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo")
     assert maker_roles(config) == ["rollout"] and trainer_roles(config) == ["actor"]

@@ -83,6 +83,7 @@ _TABLE = [
            "Number of the training step, from 1; 0 in the validation before the first."),
     Column("validate", "meta", "-", "bool", "driver", "True when the rollout uses the validation sampling settings."),
     Column("greedy", "meta", "-", "bool", "driver", "True when the rollout draws one response greedily."),
+    Column("part_of_step", "meta", "-", "tuple[int, int]", "driver", "(i, k): the i-th of k equal parts of a step."),
     Column("metrics", "meta", "-", "dict[str, Metric]", "any worker method",
            "Metrics of the call; merged over ranks by each metric's own reduction."),
     Column("timing", "meta", "-", "dict[str, float]", "any worker method",

@@ -67,7 +67,7 @@ class RowWork:
         for name, order in (("unbalanced", plain), ("balanced", used)):
             rank_minibatch_row = self.flops_B[order].reshape(num_ranks, -1, num_mini_batch_rows // num_ranks)
             work = rank_minibatch_row.sum(-1)
-            metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum())
+            metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum(), weight=work.mean())
         return metrics
 
 

@@ -16,7 +16,7 @@ from verl_like.trainer.roles import Role
 
 @dataclass(frozen=True)
 class Update:
-    """The updates of one training step, which may still be running."""
+    """The updates of a training step or of a part of it, which may still be running."""
 
     pending: Sequence[Future[Any]]
     metrics: dict[str, Metric]
@@ -35,7 +35,8 @@ class Update:
 class Learner:
     """Trains the actor and the critic on experience from any maker, with which it shares no state.
 
-    Each `learn` is one training step; `version` counts them and numbers the weights.
+    Each `learn` is one training step, or the part of one that the batch's `part_of_step` says; `version` counts the
+    steps and numbers the weights.
     """
 
     config: PPOConfig
@@ -59,12 +60,13 @@ class Learner:
         into mini-batches, or those by the ranks.
         """
         batch, work, pending = experience.batch, experience.work, []
+        part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         metrics = work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows) | self.staleness(batch)
-        self.version += 1
         if self.critic:
             pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
-        if self.version > self.config.trainer.critic_warmup:
+        if self.version >= self.config.trainer.critic_warmup:
             pending.append(work.submit(self.actor.update_actor, batch, self.num_actor_mini_batch_rows))
+        self.version += part == num_parts
         return Update(pending, metrics)
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:

@@ -105,7 +105,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                 f"of {schedule.num_mini_batch_rows}: from the second step on the policy is another one; call "
                 "compute_log_prob before and add what it returns to the batch."
             )
-        metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor")
+        part = data.meta_info.get("part_of_step", (1, 1))
+        metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor", part=part)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:

@@ -82,7 +82,8 @@ class CriticWorker(ValueWorker, TrainedWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
         rows = to_rows(data, self.device)
-        metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic")
+        part = data.meta_info.get("part_of_step", (1, 1))
+        metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:

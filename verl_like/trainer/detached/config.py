@@ -24,7 +24,8 @@ class DetachedBlock(ConfigModel):
     part of every batch."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Most training steps between the weights that drew a token and those that are trained on it. 0 is as the
-    synchronous trainer: a batch is drawn with the weights that it trains."""
+    synchronous trainer: a batch is drawn with the weights that it trains. Above 0 a trainer trains each mini-batch as
+    it arrives, where ppo_epochs is 1 and the mini-batches of actor and critic are equally large."""
     experience_batch_size: PositiveInt | None = None
     """PROMPTS that a maker has in flight; null means an equal part of data.train_batch_size for each maker."""
     update_steps: PositiveInt = 1
@@ -50,6 +51,14 @@ class DetachedConfig(PPOConfig):
     presets: ClassVar[dict[str, str]] = {"placement": "detached", "device": "cuda"}
 
     detached: DetachedBlock
+
+    @property
+    def num_parts_of_step(self) -> int:
+        """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so, else 1."""
+        actor, critic = self.actor_rollout_ref.actor, self.critic
+        is_one_schedule = critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
+        is_same = actor.ppo_epochs == 1 and (is_one_schedule or not self.needs_critic)
+        return self.data.train_batch_size // actor.ppo_mini_batch_size if self.detached.max_staleness and is_same else 1
 
 
 def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:

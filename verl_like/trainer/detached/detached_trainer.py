@@ -22,7 +22,7 @@ from verl_like.trainer.detached.config import DetachedConfig, trainer_config, tr
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 from verl_like.trainer.detached.side import ModelFn, PushedWeights, Side, remote, side_named, start_models
 from verl_like.trainer.experience_maker import Experience
-from verl_like.trainer.learner import Learner
+from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.metrics import batch_metrics
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
 from verl_like.trainer.run_recorder import placement_rows
@@ -78,19 +78,30 @@ class DetachedPPOTrainer(Side):
             self.start()
         self.push()
         data, deadline_s = self.config.data, self.config.trainer.call_timeout_s
+        num_parts = self.config.num_parts_of_step
         step_started = time.time()
         for step in range(1, total_steps + 1):
             self.recorder.seconds = {}
-            version = self.learner.version
-            with self.recorder.timer("waiting for experience"):
-                numbers, batch = self.buffer.take(data.train_batch_size, version, deadline_s)
+            version, numbers, batches, updates = self.learner.version, [], [], []
+            for part in range(1, num_parts + 1):
+                with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
+                    taken, batch = self.buffer.take(data.train_batch_size // num_parts, version, deadline_s)
+                numbers += taken
+                batches.append(batch.select())
+                batch.meta_info["part_of_step"] = (part, num_parts)
+                if self.config.algorithm.rollout_correction.bypass_mode:
+                    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+                with self.recorder.timer("update"):
+                    work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+                    updates.append(self.learner.learn(Experience(batch, work, {})))
+                    if part < num_parts:
+                        updates[-1].get()
             made = [self.metrics.popleft() for _ in range(len(self.metrics))]
-            if self.config.algorithm.rollout_correction.bypass_mode:
-                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             with self.recorder.timer("update"):
-                work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-                update = self.learner.learn(Experience(batch, work, {}))
+                batch = DataProto.concat(batches) if num_parts > 1 else batches[0]
                 metrics = [batch_metrics(batch, data.max_prompt_length, data.max_response_length)]
+                pending = [future for update in updates for future in update.pending]
+                update = Update(pending, merge_metrics([update.metrics for update in updates]))
                 updated_metrics = update.get()
             # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
             size = updated_metrics.get("actor/eff_sample_size", Metric.mean(1.0)).value

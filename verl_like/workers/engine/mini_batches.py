@@ -35,7 +35,7 @@ class MiniBatch:
     num_sequences: float
     """Rows with at least one such token, over all ranks."""
     share: float
-    """1 / number of mini-batches of the update: a loss times it adds up to the mean over mini-batches."""
+    """1 / number of mini-batches of the training step: a loss times it adds up to the mean over mini-batches."""
 
     def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
@@ -140,15 +140,19 @@ def forward(
 
 
 def update(
-    engine: TrainingEngine, rows: Rows, schedule: UpdateSchedule, loss: MicroLoss, prefix: str
+    engine: TrainingEngine, rows: Rows, schedule: UpdateSchedule, loss: MicroLoss, prefix: str, part: tuple[int, int]
 ) -> dict[str, Metric]:
-    """Trains on all rows, one optimizer step per mini-batch; returns the metrics, the engine's own under `prefix`."""
+    """Trains on all rows, one optimizer step per mini-batch; returns the metrics, the engine's own under `prefix`.
+
+    `part` (i, k): the rows are the i-th of k equal parts of a training step, whose metrics merge to those of the step.
+    """
+    number, num_parts = part
     stopwatch = Stopwatch(engine, rows, prefix, passes=3 * schedule.epochs)
     metrics: list[dict[str, Metric]] = []
     norms = []
     lr = engine.lr
     with engine.on_device(train=True):
-        for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
+        for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size, num_parts):
             unread: list[MicroMetrics] = []
             for index, micro_batch in enumerate(mini_batch.micro_batches):
                 micro_rows = {name: column[micro_batch] for name, column in rows.items()}
@@ -157,11 +161,12 @@ def update(
                 unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.sum(micro_loss, mini_batch.share)}]
             norms.append(engine.step())
             metrics += read_metrics(unread)
-    engine.training_steps += 1
+    engine.training_steps += number == num_parts
     finite = [norm for norm in norms if math.isfinite(norm)]
     metrics += [{f"{prefix}/grad_norm": Metric.mean(norm)} for norm in finite]
-    own = {f"{prefix}/lr": Metric.mean(lr), f"{prefix}/skipped_steps": Metric.max(len(norms) - len(finite))}
-    return merge_metrics([*metrics, own, memory_metrics(engine.device, prefix), stopwatch.metrics()])
+    num_skipped = len(norms) - len(finite) if dist.get_rank() == 0 else 0  # all ranks skip the same
+    own = {f"{prefix}/lr": Metric.mean(lr), f"{prefix}/skipped_steps": Metric.sum(num_skipped)}
+    return merge_metrics([*metrics, own, memory_metrics(engine.device, prefix), stopwatch.metrics(num_parts)])
 
 
 def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
@@ -181,7 +186,7 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
 
 
-def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> list[MiniBatch]:
+def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int, num_parts: int) -> list[MiniBatch]:
     """The mini-batches of all epochs with their counts; those without any token on any rank are left out.
 
     Each row is on `sequence_parallel_size` ranks and counts once. ValueError if trainers differ in their rows.
@@ -200,7 +205,7 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> 
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
     used = [(own, *count) for own, count in zip(micro_batches, counts.tolist(), strict=True) if count[0] > 0]
-    share = 1 / (len(used) * schedule.epochs) if used else 0.0
+    share = 1 / (len(used) * schedule.epochs * num_parts) if used else 0.0
     return [MiniBatch(own, tokens, sequences, share) for own, tokens, sequences in used] * schedule.epochs
 
 

@@ -40,14 +40,14 @@ class Stopwatch:
         self.flops = passes * float(engine.cost.forward(lengths_B.cpu().numpy(), scored_B).sum())
         self.start = time.perf_counter()
 
-    def metrics(self) -> dict[str, Metric]:
-        """`perf/tokens_per_s/<phase>` of all ranks together, and `perf/mfu/<phase>` over all ranks and their time."""
+    def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
+        """`perf/tokens_per_s/<phase>`: sum of ranks, mean of `num_parts`; `perf/mfu/<phase>` over ranks and time."""
         if self.engine.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start
         peak = peak_flops(self.engine.device, self.engine.dtype) * self.engine.sequence_parallel_size
         return {
-            f"perf/tokens_per_s/{self.phase}": Metric.sum(self.tokens / seconds),
+            f"perf/tokens_per_s/{self.phase}": Metric.sum(self.tokens / seconds / num_parts),
             f"perf/mfu/{self.phase}": Metric.mean(self.flops / (seconds * peak), weight=seconds),
         }
 
