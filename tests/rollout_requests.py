@@ -168,6 +168,20 @@ def load_torn(engine: RolloutEngine, exports: list[WeightExport], num_loaded: in
     return load_changed(engine, exports, torn)
 
 
+def load_by_nccl(engine: RolloutEngine, exports: list[WeightExport], version: int) -> list[str]:
+    """How far vLLM comes without a GPU: why it cannot join the trainer, and why, as if it had, it cannot receive."""
+    config, errors = engine.config, []
+    engine.config = config.model_copy(update={"weight_transport": "nccl"})
+    for has_joined in (False, True):
+        engine._has_joined = has_joined
+        with pytest.raises(RuntimeError) as error:
+            engine.load_weights(exports, version)
+        errors.append(str(error.value))
+    engine.config = config
+    engine.llm.collective_rpc(lambda worker: setattr(worker.weight_transfer_engine, "nccl", None))
+    return errors
+
+
 @dataclass
 class Deadly:
     """Values that kill who reads them."""

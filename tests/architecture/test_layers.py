@@ -22,7 +22,10 @@ LAYER = {
 }
 # Optional packages, each imported inside a function of the files that wrap it.
 OPTIONAL = {
-    "vllm": {"workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"},
+    "vllm": {
+        *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
+        "workers/weight_transfer/nccl.py",
+    },
     "flash_attn": {"workers/models/attention.py"},
     "wandb": {"trainer/tracking.py"},
     "trackio": {"trainer/tracking.py"},

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -406,6 +407,24 @@ def test_an_update_that_changed_on_its_way_leaves_the_engine_as_it_was(
     corrupt[1].buckets[1].data[101] ^= 1
     message = f"version 6 changed on their way: 1 of 20 .*: {corrupt[1].buckets[1].names[0]}"
     expect_error(process.call.remote("load_weights", corrupt, 6), message)
+    assert_generated_by(tied_model[1], call(process, "generate_sequences", prompt_batch()))
+
+
+def test_vllms_nccl_gets_what_it_asks_for_and_without_a_gpu_the_engine_then_refuses_to_generate(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    """Nothing is sent: vLLM takes our arguments, and stops where it needs a GPU."""
+    named = list(tied_model[1].named_parameters())
+    announced = collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=7, allocate=None)
+    exports = [replace(announced, address=("127.0.0.1", 1))]
+    errors = ray.get(process.run.remote("load_by_nccl", exports, 7), timeout=DEADLINE_S)
+    assert errors == [
+        "Cannot access accelerator device when none is available.",
+        "NCCL weight transfer not initialized. Call init_transfer_engine() first.",
+    ]
+    with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
+        call(process, "generate_sequences", prompt_batch())
+    call(process, "load_weights", export(tied_model[1], 7), 7)
     assert_generated_by(tied_model[1], call(process, "generate_sequences", prompt_batch()))
 
 

@@ -41,6 +41,10 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["placement=split", "trainer.n_gpus_per_node=4"], "ref, rollout and a trained role share a pool"),
         (["actor_rollout_ref.rollout.dtype=bfloat16"], "a maker's copy of the actor would compute other"),
         (
+            ["actor_rollout_ref.rollout.weight_transport=nccl", "trainer.device=cuda"],
+            "nccl needs one driver, which has",
+        ),
+        (
             ["detached.num_makers=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
             "a maker sees only its own; set fixed",
         ),

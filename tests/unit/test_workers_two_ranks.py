@@ -25,6 +25,7 @@ from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
+from verl_like.workers.weight_transfer.nccl import NcclTransport, gather
 
 LAYOUTS = {"sharded": -1, "replicated": 1}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
@@ -56,6 +57,13 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
         log_probs = worker.compute_log_prob(data).batch["old_log_probs"]
         gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data))
         export = worker.export_weights(version=1)
+        worker.weight_transport = NcclTransport()
+        announced = worker.export_weights(version=1)
+        assert announced.fingerprints == export.fingerprints and announced.num_bytes == 0
+        if rank == 0:  # what it would broadcast
+            save_file(dict(gather(worker.engine.named_parameters(), torch.bfloat16)), out / f"{layout}_gathered")
+        else:
+            worker.send_weights(num_receivers=1)
         save_file(gradients, out / f"{layout}_gradients_{rank}")
         save_file({"log_probs": log_probs} | parameters_of(worker), out / f"{layout}_state_{rank}")
         values = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
@@ -167,6 +175,14 @@ def test_two_ranks_write_one_complete_model_folder(two_ranks, layout):
 def test_the_ranks_exports_together_hold_every_parameter_once(two_ranks, one_rank, layout):
     names = [n for rank in (0, 1) for n in json.loads((two_ranks / f"{layout}_exported_{rank}.json").read_text())]
     assert sorted(names) == sorted(one_rank["parameters"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_0_gathers_whole_parameters_for_nccl_while_the_other_rank_sends(two_ranks, layout):
+    gathered = load_file(two_ranks / f"{layout}_gathered")
+    saved = load_file(two_ranks / f"{layout}_huggingface" / "model.safetensors")
+    assert gathered.keys() == saved.keys()
+    assert all(torch.equal(gathered[name], saved[name].bfloat16()) for name in saved)
 
 
 def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_compute_the_same(two_ranks):

@@ -132,7 +132,12 @@ class ExperienceMaker:
 
     def load_weights(self, weights: Weights) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
-        self.groups[Role.Rollout].load_weights(weights.exported, version=weights.version)
+        rollout = self.groups[Role.Rollout]
+        sends = self.config.actor_rollout_ref.rollout.weight_transport == "nccl"
+        sent = self.groups[Role.Actor].send_weights.remote(rollout.world_size) if sends else None
+        rollout.load_weights(weights.exported, version=weights.version)
+        if sent:
+            sent.get()
 
     def sample(
         self,

@@ -18,6 +18,7 @@ from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_transfer import get_weight_transport
+from verl_like.workers.weight_transfer.nccl import NcclTransport, gather
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
@@ -108,6 +109,14 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         part = data.meta_info.get("part_of_step", (1, 1))
         metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor", part=part)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, num_receivers: int) -> None:
+        """With `rollout.weight_transport=nccl`: sends the weights to all processes that load the last export."""
+        assert isinstance(self.weight_transport, NcclTransport)
+        with self.engine.on_device():
+            whole = gather(self.engine.named_parameters(), getattr(torch, self.export_dtype))
+            self.weight_transport.send(whole, self.rank, num_receivers)
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.

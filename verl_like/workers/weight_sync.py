@@ -117,7 +117,7 @@ def collect_weights(
     world_size: int,
     version: int,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    allocate: Callable[[int, bool], np.ndarray] = allocate_memory,
+    allocate: Callable[[int, bool], np.ndarray] | None = allocate_memory,
 ) -> WeightExport:
     """Gathers the parameters and keeps this rank's share of them; a collective call when there are DTensors.
 
@@ -132,7 +132,8 @@ def collect_weights(
         rank: this process among the `world_size` processes of a trainer that each export a share.
         version: which update of the policy these weights are.
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
-        allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument says so.
+        allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument says so. With None
+            nothing is gathered, and the buckets have no values.
 
     Raises:
         ValueError: a name twice, no parameter at all, or a DTensor that is not cut along whole rows or columns.
@@ -158,7 +159,7 @@ def collect_weights(
         fingerprints[name] = local_fingerprint(name, tensor, rank)
         if pending and pending_bytes + tensor.numel() * dtype.itemsize > bucket_bytes:
             close_bucket()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) and allocate else tensor
         pending.append((name, tuple(full.shape), full if num_buckets % world_size == rank else None))
         pending_bytes += full.numel() * dtype.itemsize
     if not fingerprints:
@@ -199,20 +200,22 @@ def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
 def _pack_bucket(
     index: int,
     tensors: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]],
-    allocate: Callable[[int, bool], np.ndarray],
+    allocate: Callable[[int, bool], np.ndarray] | None,
 ) -> WeightBucket:
-    pieces = [tensor.reshape(-1) for _, _, tensor in tensors if tensor is not None]
-    assert len(pieces) == len(tensors), "a bucket of another rank has no values here"
-    on_gpu = pieces[0].is_cuda
-    sizes = [piece.numel() for piece in pieces]
-    # Always a copy: the trainer goes on writing into its parameters. One call for all, since a model has thousands.
-    data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
-    values = torch.from_numpy(data).view(pieces[0].dtype)
-    if on_gpu:  # pinned, so that the copies queue and are awaited once
-        torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
-        torch.cuda.synchronize()
-    else:
-        torch.cat(pieces, out=values)
+    data = np.empty(0, np.uint8)
+    if allocate:
+        pieces = [tensor.reshape(-1) for _, _, tensor in tensors if tensor is not None]
+        assert len(pieces) == len(tensors), "a bucket of another rank has no values here"
+        on_gpu = pieces[0].is_cuda
+        sizes = [piece.numel() for piece in pieces]
+        # Always a copy: the trainer goes on writing into its parameters. One call for all, since a model has thousands.
+        data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
+        values = torch.from_numpy(data).view(pieces[0].dtype)
+        if on_gpu:  # pinned, so that the copies queue and are awaited once
+            torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
+            torch.cuda.synchronize()
+        else:
+            torch.cat(pieces, out=values)
     return WeightBucket(
         index=index,
         names=tuple(name for name, _, _ in tensors),

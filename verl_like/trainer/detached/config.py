@@ -96,6 +96,11 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         )
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
+    if config.actor_rollout_ref.rollout.weight_transport == "nccl":
+        yield (
+            "actor_rollout_ref.rollout.weight_transport=nccl needs one driver, which has the actor send while engines "
+            "load; set gloo, shared_memory or object_store"
+        )
     if detached.update_steps > detached.max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "

@@ -25,7 +25,7 @@ from verl_like.workers.rollout.request import (
     check_completion,
     request_seed,
 )
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_staged
+from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, check_staged
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
 
@@ -71,6 +71,7 @@ class RolloutEngine(ABC):
         self.config = config
         self.model_config = model
         self.rank = rank
+        self.world_size = world_size
         self.seed = seed
         self.device = device
         self.dp_rank = rank // size
@@ -323,7 +324,8 @@ class RolloutEngine(ABC):
             raise WeightSyncError(
                 f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
             )
-        expected = check_staged(exports, version, self.device)
+        is_staged = self.config.weight_transport != "nccl"
+        expected = check_staged(exports, version, self.device) if is_staged else check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._load(exports, version)
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"

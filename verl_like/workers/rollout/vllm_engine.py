@@ -13,6 +13,7 @@ import torch.distributed as dist
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
 from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weight_transfer.nccl import init_info
 
 _CPU_KV_BLOCK_TOKENS = 128
 _CPU_BATCHED_TOKENS = 8192
@@ -34,6 +35,7 @@ class VllmEngine(RolloutEngine):
             )
         self._asleep = False
         self._num_loads = 0
+        self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
         is_alone = self.config.tensor_model_parallel_size == 1
@@ -195,11 +197,15 @@ class VllmEngine(RolloutEngine):
             self.llm.llm_engine.abort_request([name])
 
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         if self._asleep:
             require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
+        if self.config.weight_transport == "nccl" and not self._has_joined:
+            place = init_info(exports, self.rank - self.tp_rank, self.world_size)
+            self.llm.init_weight_transfer_engine(WeightTransferInitRequest(place))
+            self._has_joined = True
         self.llm.start_weight_update()
         buckets = [bucket for export in exports for bucket in export.buckets]
         self.llm.update_weights(WeightTransferUpdateRequest({"dtype": exports[0].dtype, "buckets": buckets}))

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -39,8 +40,8 @@ class StagedUpdate(WeightTransferUpdateInfo):
             self.buckets = [WeightBucket(**each | {"data": SharedPages(**each["data"])}) for each in self.buckets]
 
 
-class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate]):
-    """Loads staged updates into one process's model, whose parameters are Hugging Face's fused, sharded, or packed.
+class StagedTransfer(WeightTransferEngine[NCCLWeightTransferInitInfo, StagedUpdate]):
+    """Loads updates, staged or by NCCL, into a process's model, whose parameters are fused, sharded, or packed.
 
     The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
     and `rollout.quantization` rounds them. So these fingerprints are taken after the layer was loaded and before that.
@@ -48,9 +49,10 @@ class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate])
     the parameters in the end counts.
     """
 
-    init_info_cls = WeightTransferInitInfo
+    init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = StagedUpdate
     model: Any
+    nccl: NCCLWeightTransferEngine | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -75,11 +77,15 @@ class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate])
 
         return fingerprint_then_pack
 
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing: whoever sends an update says where it is."""
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Joins the trainer, which from then on sends the values of each update by NCCL while it is loaded."""
+        self.nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
+        self.nccl.init_transfer_engine(init_info)
 
     def shutdown(self) -> None:
-        """Nothing: an update is only held while it is loaded."""
+        """Leaves the trainer. An update is only held while it is loaded."""
+        if self.nccl:
+            self.nccl.shutdown()
 
     def start_weight_update(self) -> None:
         """Gives the layers the tensors that they were built with, on which the model's `load_weights` works."""
@@ -90,9 +96,14 @@ class StagedTransfer(WeightTransferEngine[WeightTransferInitInfo, StagedUpdate])
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
         """Overwrites the parameters. All of them come in one call, since vLLM forgets an update that failed in it."""
-        shapes = (pair for bucket in update_info.buckets for pair in zip(bucket.names, bucket.shapes, strict=True))
-        self._sources = self._find_sources({name: torch.Size(shape) for name, shape in shapes})
-        self.model.load_weights(iterate_buckets(update_info.buckets, update_info.dtype))
+        buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
+        shapes = dict(pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True))
+        self._sources = self._find_sources({name: torch.Size(shape) for name, shape in shapes.items()})
+        if self.nccl:
+            dtypes = [update_info.dtype] * len(shapes)
+            self.nccl.receive_weights(NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()]))
+        else:
+            self.model.load_weights(iterate_buckets(buckets, update_info.dtype))
         finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
         if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
