@@ -42,7 +42,7 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["actor_rollout_ref.rollout.dtype=bfloat16"], "a maker's copy of the actor would compute other"),
         (
             ["actor_rollout_ref.rollout.weight_transport=nccl", "trainer.device=cuda"],
-            "nccl needs one driver, which has",
+            "nccl needs one driver; set gloo",
         ),
         (
             ["detached.num_makers=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],

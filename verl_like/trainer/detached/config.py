@@ -63,9 +63,8 @@ class DetachedConfig(PPOConfig):
 
 def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     """A sentence for each rule that the configuration breaks."""
-    problems = list(broken_rules(config))
-    yield from problems
-    if problems:
+    if problems := list(broken_rules(config)):
+        yield from problems
         return
     detached, algorithm, data = config.detached, config.algorithm, config.data
     if config.trainer.pipeline_depth:
@@ -97,10 +96,7 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
     if config.actor_rollout_ref.rollout.weight_transport == "nccl":
-        yield (
-            "actor_rollout_ref.rollout.weight_transport=nccl needs one driver, which has the actor send while engines "
-            "load; set gloo, shared_memory or object_store"
-        )
+        yield "actor_rollout_ref.rollout.weight_transport=nccl needs one driver; set gloo or shared_memory"
     if detached.update_steps > detached.max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
