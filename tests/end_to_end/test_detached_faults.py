@@ -1,5 +1,6 @@
 """Faults of detached training: what a side loses is made again, or the run ends and says who failed."""
 
+import os
 import re
 import signal
 import time
@@ -14,10 +15,11 @@ from test_local_step import local_trainer
 from test_maker_and_learner import SETTINGS, prompts_of
 
 from verl_like.protocol import Part
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
-from verl_like.trainer.detached.side import PushedWeights, SideRecorder
+from verl_like.trainer.detached.side import PushedWeights, SideRecorder, SideReport
 
 pytestmark = pytest.mark.ray
 REWARD = """
@@ -105,7 +107,10 @@ def test_a_trainer_that_is_killed_or_stopped_ends_the_run_and_the_error_says_wha
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("raise KeyError('no such unit')", "no such unit"),
+        (
+            "raise KeyError('no such unit')",
+            r"no such unit(.*\n)*trainer_0: waiting for experience for \d+ s\n(.*\n)*maker_0: .* for \d+ s\n",
+        ),
         (
             "import time; time.sleep(900)",
             r"trainer_0 rank 0 .* trainer 0 needs 4 groups .* by maker: \{'maker_0': \[0, 1, 2, 3\]\}"
@@ -124,6 +129,29 @@ def test_a_reward_function_that_raises_or_never_ends_ends_the_run_without_a_rest
     output = capsys.readouterr()
     assert re.search(message, output.err), output.err
     assert "is started again" not in output.out
+
+
+def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_detached, "ANSWER_S", 1.0)
+    ray.init(address="local", num_cpus=1, include_dashboard=False)
+
+    @ray.remote(num_cpus=0)
+    class Stopped:
+        def status(self) -> str:
+            return ""
+
+        def report(self) -> SideReport:
+            return SideReport([], [], 0.0, [], ray.util.get_node_ip_address(), os.getpid())
+
+    run = object.__new__(run_detached.DetachedRun)
+    run.actors, run.pools = {"trainer_0": Stopped.remote()}, {"trainer_0": ResourcePoolManager({}, {})}
+    run.reports = {"trainer_0": ray.get(run.actors["trainer_0"].report.remote(), timeout=60)}
+    process = psutil.Process(run.reports["trainer_0"].pid)
+    process.suspend()
+    assert run.statuses() == "trainer_0 does not answer: it is stopped or dead\n"
+    ray.shutdown()
+    _, alive = psutil.wait_procs([process], timeout=30)
+    assert not alive
 
 
 def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(tmp_path: Path, tiny_llama: Callable):

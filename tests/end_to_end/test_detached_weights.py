@@ -14,7 +14,7 @@ from test_local_step import local_trainer
 from test_maker_and_learner import SETTINGS
 
 from verl_like.protocol import Part
-from verl_like.single_controller.failure import WorkerDied
+from verl_like.single_controller.failure import WorkerDied, WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, maker_models
@@ -73,12 +73,31 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
 
         @ray.remote(num_cpus=0)
         class Trainer:
+            def push(self, pushes: list[PushedWeights]) -> None:
+                self.pushes = pushes
+
             def newest_weights(self) -> PushedWeights:
-                return newest
+                return self.pushes.pop(0)
 
         holding = Trainer.options(name="trainer_0").remote()
+        ray.get(holding.push.remote([newest]), timeout=60)
         holder.load_newest_weights()
         assert versions() == (3, 3, 3, 3)
+
+        holder.version, holder.pushed = 0, late
+        with pytest.raises(WorkerError, match="version 1 was sent to an engine that already had 3"):
+            holder.load_newest_weights()  # newer weights would not help
+
+        pushes = []
+        for version in range(4, 10):  # all but the last two are overwritten
+            for _, parameter in critic.workers[0].engine.named_parameters():
+                parameter.detach().to_local().add_(0.5)
+            pushes.append(pushed(trainer.groups, version))
+        ray.get(holding.push.remote(pushes[1:]), timeout=60)
+        holder.pushed = pushes[0]
+        with pytest.raises(WorkerError, match="StaleWeightsError: Weights of version 6 changed on their way"):
+            holder.load_newest_weights()
+        assert holder.version == -1
         ray.kill(holding)
 
 

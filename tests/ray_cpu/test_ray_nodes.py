@@ -9,7 +9,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray import RayResourcePool, ResourcePoolManager
+from verl_like.trainer.detached.run_detached import check_shared_memory
 
 pytestmark = pytest.mark.ray
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.ray
 def nodes(ray_folder: Path) -> Iterator[Cluster]:
     """Nodes of 8 and 4 CPUs."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
-    cluster.add_node(num_cpus=4)
+    cluster.add_node(num_cpus=4, node_ip_address="127.0.0.2")
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield cluster
     ray.shutdown()
@@ -58,6 +60,17 @@ def test_pools_that_are_reserved_at_the_same_time_find_the_nodes_that_others_lef
         found = sorted(cpus for places in threads.map(cpus_of_ranks, pools) for cpus in places)
     assert found == [4.0] * 4 + [8.0] * 8
     for pool in pools:
+        pool.release()
+
+
+def test_pools_that_do_not_share_a_node_are_refused_for_weights_in_shared_memory(nodes):
+    manager = ResourcePoolManager({"a": [8], "b": [3], "c": [1]}, {}, use_gpu=False)
+    manager.create_resource_pool()
+    pools = manager.resource_pool_dict
+    check_shared_memory([pools["b"], pools["c"]])
+    with pytest.raises(PlacementError, match=r"there are a on [\d.]+; c on 127\.0\.0\.2: set gloo or object_store"):
+        check_shared_memory([pools["a"], pools["c"]])
+    for pool in pools.values():
         pool.release()
 
 

@@ -13,6 +13,19 @@ from verl_like.trainer.detached.config import (
     trainer_config,
     trainer_roles,
 )
+from verl_like.trainer.detached.maker_holder import check_maker
+from verl_like.trainer.experience_maker import ExperienceMaker
+
+
+class BeginningMaker(ExperienceMaker):
+    def begin(self, prompts):
+        return super().begin(prompts)
+
+
+class CompletingMaker(ExperienceMaker):
+    def complete(self, generated):
+        return super().complete(generated)
+
 
 NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "device=cpu"]
 SMALL = ["data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "actor_rollout_ref.rollout.n=4"]
@@ -101,3 +114,10 @@ def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computati
 def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():
     config = config_of("algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo")
     assert maker_roles(config) == ["rollout"] and trainer_roles(config) == ["actor"]
+
+
+def test_a_plugins_maker_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():
+    with pytest.raises(ValueError, match="BeginningMaker has its own begin, which detached"):
+        check_maker(config_of(*IN_FLIGHT), BeginningMaker)
+    check_maker(config_of(*IN_FLIGHT), CompletingMaker)
+    check_maker(config_of(), BeginningMaker)

@@ -166,6 +166,13 @@ def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_f
     assert len(ledger.take("maker", 1, 99)) == 12, "4 * (1 + 3 + 1) in all"
 
 
+@pytest.mark.parametrize(("limit", "brakes"), [(0.6, True), (0.0, False)])
+def test_an_effective_sample_size_that_is_not_a_number_brakes_too(limit: float, brakes: bool):
+    ledger = PromptLedger(num_steps=9, batch_size=2, max_staleness=3, min_effective_sample_size=limit)
+    deliver(ledger, "maker", ledger.take("maker", 0, 2), 0)
+    assert ledger.trained(ledger.choose(0, 0, 2), 0, float("nan")) is brakes
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="7 prompts of a step do not divide among 2 trainers"):
         PromptLedger(num_steps=1, batch_size=7, num_trainers=2)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.workers.weight_sync import (
+    StaleWeightsError,
     WeightExport,
     WeightSyncError,
     check_staged,
@@ -114,10 +115,10 @@ def test_weights_that_were_overwritten_or_are_being_so_are_refused() -> None:
     late = sent(publish(transport, 1))
     publish(transport, 2)
     transport.allocate(16_000, False)  # where the embedding of version 1 was, which stays as it is
-    with pytest.raises(WeightSyncError, match=r"Newer weights are being written into /proc/\d+/fd/\d+; load those"):
+    with pytest.raises(StaleWeightsError, match=r"Newer weights are being written into /proc/\d+/fd/\d+; load those"):
         check_staged([late], 1, "cpu")
     publish(transport, 3)
-    with pytest.raises(WeightSyncError, match="Weights of version 1 changed on their way: 4 of 5 parameters"):
+    with pytest.raises(StaleWeightsError, match="Weights of version 1 changed on their way: 4 of 5 parameters"):
         check_staged([sent(late)], 1, "cpu")
 
 

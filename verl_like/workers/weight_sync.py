@@ -24,6 +24,10 @@ class WeightSyncError(RuntimeError):
     """The engine's weights are not the trainer's."""
 
 
+class StaleWeightsError(WeightSyncError):
+    """What was sent is not there any more, as when newer weights took its place; the receiver keeps what it has."""
+
+
 @dataclass(frozen=True)
 class WeightBucket:
     """Whole parameters, one after the other, in one contiguous buffer that pickles out of band."""
@@ -252,14 +256,16 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     return {name: sum(export.fingerprints.get(name, 0) for export in exports) % 2**64 for name in names}
 
 
-def check_arrival(expected: Mapping[str, Any], loaded: Mapping[str, Any], failure: str) -> str:
-    """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal; else WeightSyncError,
+def check_arrival(
+    expected: Mapping[str, Any], loaded: Mapping[str, Any], failure: str, error: type[Exception] = WeightSyncError
+) -> str:
+    """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal; else raises `error`,
     which says `failure` and which parameters differ.
     """
     names = sorted(name for name in {**expected, **loaded} if expected.get(name) != loaded.get(name))
     if names:
         more = ", ..." if len(names) > 5 else ""
-        raise WeightSyncError(
+        raise error(
             f"{failure}: {len(names)} of {len(expected)} parameters differ from the trainer's: "
             f"{', '.join(names[:5])}{more}."
         )
@@ -269,12 +275,12 @@ def check_arrival(expected: Mapping[str, Any], loaded: Mapping[str, Any], failur
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
     """The trainer's fingerprint of each parameter, by name, if the exports are complete and hold the trainer's values.
 
-    `device` computes the fingerprints, of one parameter at a time. Raises WeightSyncError as `check_exports` does, or
-    if a value is not the trainer's.
+    `device` computes the fingerprints, of one parameter at a time. Raises WeightSyncError as `check_exports` does, and
+    StaleWeightsError if a value is not the trainer's.
     """
     expected = check_exports(exports, version)
     staged = {name: fingerprint_tensor(tensor.to(device)) for name, tensor in iterate_weights(exports)}
-    check_arrival(expected, staged, f"Weights of version {version} changed on their way")
+    check_arrival(expected, staged, f"Weights of version {version} changed on their way", StaleWeightsError)
     return expected
 
 

@@ -101,7 +101,9 @@ class PromptLedger:
     @property
     def is_braking(self) -> bool:
         """Whether makers wait for newer weights than `max_staleness` alone asks for."""
-        return any(size < self.min_effective_sample_size for size in self._effective_sample_sizes)
+        limit = self.min_effective_sample_size
+        # Not `size < limit`, because a size may be NaN.
+        return limit > 0 and any(not size >= limit for size in self._effective_sample_sizes)
 
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
         """At most `limit` tickets that `maker` may start now with weights of `version`.

@@ -15,7 +15,7 @@ import ray
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Future, Metric, Part
-from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -32,7 +32,7 @@ from verl_like.trainer.detached.side import (
     side_named,
     start_models,
 )
-from verl_like.trainer.experience_maker import Experience, Weights
+from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
 from verl_like.trainer.ppo_inputs import check_inputs, load_dataset
 from verl_like.trainer.ppo_trainer import get_trainer
 from verl_like.trainer.ppo_workers import build_resource_pools
@@ -40,10 +40,13 @@ from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.models.pretrained import load_tokenizer
+from verl_like.workers.weight_sync import StaleWeightsError
 
 STEPS_BETWEEN_UPDATES = 16
 """Tokens of each response between two looks for what has ended and for newer weights; a look is a call of the workers,
 a few milliseconds."""
+LOAD_TRIES = 3
+"""Of the newest weights, where newer ones overwrite them meanwhile."""
 
 
 def maker_models(
@@ -58,6 +61,16 @@ def maker_models(
         own[role] = RayClassWithInitArgs(copies[role], **kwargs)
         own[role].plugins = config.plugins
     return own
+
+
+def check_maker(config: DetachedConfig, maker: type[ExperienceMaker]) -> None:
+    """Raises ValueError for a plugin's maker of which a method would not be called."""
+    own = [name for name in ("make", "begin") if getattr(maker, name) is not getattr(ExperienceMaker, name)]
+    if own and config.detached.update_in_flight:
+        raise ValueError(
+            f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which detached.update_in_flight=true "
+            "does not call, since it has the responses generated itself; set it to false"
+        )
 
 
 class PromptLoader:
@@ -142,6 +155,7 @@ class ExperienceMakerHolder(Side):
         )
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
+        check_maker(self.config, type(self.run.maker))
         start_models(self.run.groups)
         self.recorder.placement = placement_rows(self.run.placement)
         return PromptLoader(self.config, inputs.train_dataset)
@@ -270,30 +284,34 @@ class ExperienceMakerHolder(Side):
         """Takes what was pushed last to the engines and the copies, all under one version.
 
         Where a trainer that died has taken a part of it along, the maker stays on the version that it has. Where a part
-        was overwritten by newer weights, the maker takes those, all of them. Raises WorkerError if a part is lost.
+        was overwritten by newer weights, the maker takes those, all of them. Raises WorkerError if a part is lost, or
+        overwritten each of `LOAD_TRIES` times.
         """
         deadline_s = self.config.trainer.call_timeout_s
-        if (weights := self.pushed) is None or weights.version <= self.version:
-            return
-        with self.recorder.timer("update_weights"):
-            headers = [part.header for export in weights.exports.values() for part in export.parts]
-            try:
-                ray.get(headers, timeout=deadline_s)
-            except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
+        for tries_left in reversed(range(LOAD_TRIES)):
+            if (weights := self.pushed) is None or weights.version <= self.version:
                 return
-            try:
-                self.run.maker.load_weights(Weights(weights.exports[Role.Actor], weights.version))
-                for role in self.run.groups.keys() & set(TRAINED):
-                    self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
-            except WorkerError as error:
-                self.version = -1  # some workers may have the new weights and others not
-                newest: PushedWeights = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
-                if isinstance(error, WorkerDied) or newest.version == weights.version:
-                    raise
-                self.keep_newest(newest)
-                self.load_newest_weights()
-                return
-        self.version = weights.version
+            with self.recorder.timer("update_weights"):
+                headers = [part.header for export in weights.exports.values() for part in export.parts]
+                try:
+                    ray.get(headers, timeout=deadline_s)
+                except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
+                    return
+                try:
+                    self.run.maker.load_weights(Weights(weights.exports[Role.Actor], weights.version))
+                    for role in self.run.groups.keys() & set(TRAINED):
+                        self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
+                except WorkerError as error:
+                    self.version = -1  # some workers may have the new weights and others not
+                    if not tries_left or StaleWeightsError.__name__ not in error.headline():
+                        raise
+                    newest: PushedWeights = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
+                    if newest.version == weights.version:
+                        raise
+                    self.keep_newest(newest)
+                else:
+                    self.version = weights.version
+                    return
 
     def validation_is_due(self) -> bool:
         """Whether this maker is to validate: before training, and with the first version after every `test_freq`."""

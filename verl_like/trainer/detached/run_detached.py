@@ -1,9 +1,11 @@
 """Detached training for the run shell: starts makers and trainers, collects their record, replaces makers that fail."""
 
 import contextlib
+import os
+import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,9 @@ from torch.distributed import TCPStore
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.rewards.manager import RewardError
-from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
-from verl_like.single_controller.ray.resource_pool import reserve
+from verl_like.single_controller.ray.resource_pool import RayResourcePool, reserve
 from verl_like.trainer.detached.config import (
     DetachedConfig,
     all_pools,
@@ -35,6 +37,7 @@ from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.roles import Role
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.worker_template import WorkerTemplate
@@ -79,6 +82,22 @@ def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack)
     return replace(inputs, config=updated(config, {"trainer.total_training_steps": steps}), scorer=None)
 
 
+def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
+    """Raises PlacementError unless all processes of the pools, which are reserved, are on one node."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    groups = {pool.name: map(ray.util.placement_group_table, pool.get_placement_groups()) for pool in pools}
+    nodes = {
+        name: {addresses[node] for table in tables for node in table["bundles_to_node_id"].values()}
+        for name, tables in groups.items()
+    }
+    if len(set().union(*nodes.values())) > 1:
+        places = "; ".join(f"{name} on {', '.join(sorted(its_nodes))}" for name, its_nodes in nodes.items())
+        raise PlacementError(
+            f"actor_rollout_ref.rollout.weight_transport=shared_memory is for one node, but there are {places}: set "
+            "gloo or object_store"
+        )
+
+
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     """Trains to the end."""
     # Makers check their inputs again. With the address they leave out what is of a Ray that is started on this machine.
@@ -91,7 +110,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     try:
         run.watch()
         run.finish()
-    except (WorkerError, CallTimeout) as error:
+    except Exception as error:
         error.add_note(run.statuses())
         raise
 
@@ -153,6 +172,9 @@ class DetachedRun:
         validates = name == self.maker_names[0]
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
+        if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
+            trainer = self.pools[self.trainer_names[0]].resource_pool_dict.values()
+            check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
             self.config, self.trainer_names, validates=validates, pools=self.pools[name]
         )
@@ -253,6 +275,13 @@ class DetachedRun:
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
         self.recorder.console.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
+        deadline = time.monotonic() + ANSWER_S
+        with contextlib.suppress(ValueError):  # there is no actor of this name any more
+            while ray.get_actor(name):
+                if time.monotonic() > deadline:
+                    error.add_note(f"{name} was killed, but its process did not end within {ANSWER_S:g} s.")
+                    raise error
+                time.sleep(POLL_S)
         self.loops.pop(name, None)
         self.reports.pop(name, None)
         ask(LEDGER, "lost", name, timeout=ANSWER_S)
@@ -277,14 +306,13 @@ class DetachedRun:
     def remove(self, name: str) -> None:
         """Stops what is left of a side, and by freeing its pools its workers, which Ray would stop later."""
         ray.kill(self.actors[name])
+        node, pid = self.place_of(name)
+        if node == ray.util.get_node_ip_address():
+            with contextlib.suppress(OSError):  # it has ended
+                # If it is stopped, it ends only as it goes on: Ray, which would kill it later, may end before.
+                os.kill(pid, signal.SIGCONT)
         for pool in self.pools[name].resource_pool_dict.values():
             pool.release()
-        deadline = time.monotonic() + ANSWER_S
-        with contextlib.suppress(ValueError):  # there is no actor of this name any more
-            while ray.get_actor(name):
-                if time.monotonic() > deadline:
-                    raise CallTimeout(name, "kill", ANSWER_S, "its process to end")
-                time.sleep(POLL_S)
 
     def finish(self) -> None:
         """Validates with the last weights, and shows what became of every prompt."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError
+from verl_like.workers.weight_sync import StaleWeightsError, WeightExport
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, SharedPages, with_data
 
 _TIMEOUT = timedelta(minutes=10)
@@ -80,7 +80,7 @@ class _Link:
     """Of the rank of the trainer and those that receive from it; None before, and on the others."""
 
     def meet(self, version: int, worker: Worker) -> str:
-        """The update's name, once all have come. Raises WeightSyncError if the trainer has other weights by now."""
+        """The update's name, once all have come. Raises StaleWeightsError if the trainer has other weights by now."""
         rollout = "{}:{}".format(*worker.get_master_addr_port())
         # A failed update may be repeated: every rank comes once for each try.
         counter = f"{version}/{rollout}"
@@ -93,7 +93,7 @@ class _Link:
             self.store.set(f"request/{self.store.add('requests', 1)}", json.dumps([key, rollout, version, *counts]))
         refusal, num_receivers, joins = json.loads(self.store.get(f"{key}/answer"))
         if refusal:
-            raise WeightSyncError(refusal)
+            raise StaleWeightsError(refusal)
         if receives and joins:
             self.group = _join(self.store, key, rank, num_receivers)
         return key

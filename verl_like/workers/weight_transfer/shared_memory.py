@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError
+from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
 from verl_like.workers.weight_transfer.transport import WeightTransport
 
 
@@ -52,7 +52,7 @@ class SharedPages:
         try:
             fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise WeightSyncError(f"Newer weights are being written into {self.path}; load those.") from None
+            raise StaleWeightsError(f"Newer weights are being written into {self.path}; load those.") from None
         if self not in _mapped:
             for pages in [pages for pages in _mapped if not pages._is_there()]:
                 del _mapped[pages]

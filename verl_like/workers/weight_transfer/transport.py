@@ -27,6 +27,6 @@ class WeightTransport:
         """On all ranks of the rollout at the same time: the exports with their values in memory of this node.
 
         Raises:
-            WeightSyncError: the trainer does not have them any more.
+            StaleWeightsError: the trainer does not have them any more.
         """
         return exports
