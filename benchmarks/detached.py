@@ -10,6 +10,9 @@ asserted on every response.
 
 That is what ledger and buffer allow. With staleness 1 or more a trainer takes each mini-batch as it arrives. At
 staleness 0, and where a maker sends the prompts of a step together, it gets whole batches: the rows `whole batches`.
+The row `begun again` simulates `detached.restart_below`: under new weights, responses younger than this are begun
+again, once. They may then take a whole step longer; `most_drawn_twice` is the largest share of all tokens that were
+drawn for nothing in a run.
 
 Limit: the slower side never waits, 64 / max(16 / mean length, training rate). Peer: the synchronous order, in which all
 64 are generated, then trained. Every fraction is of the time between the ends of steps 10 and 60.
@@ -33,6 +36,7 @@ from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 SAMPLES, SLOTS, STEPS, WARM_UP = 64, 16, 60, 10  # samples of a version
 RATIOS = (0.5, 0.7, 1.0, 1.4, 2.0)  # seconds of generation, all slots busy, for one of training
 SEEDS, ROUNDS = 3, 5
+RESTART_BELOW = 2  # mean lengths
 AT_ONCE = (1, 16, 64)  # samples in a call of ours; a maker sends what it has made together
 
 
@@ -56,13 +60,25 @@ def synchronous(durations: np.ndarray, train_s: float) -> list[float]:
 
 
 def detached(
-    durations: np.ndarray, train_s: float, max_staleness: int, num_parts: int, at_a_time: int = 1
+    durations: np.ndarray,
+    train_s: float,
+    max_staleness: int,
+    num_parts: int,
+    at_a_time: int = 1,
+    restart_below: float = 0.0,
+    drawn_twice: list[float] | None = None,
 ) -> list[float]:
-    """Seconds at which each step ends; a maker takes and delivers `at_a_time` responses together."""
+    """Seconds at which each step ends; a maker takes and delivers `at_a_time` responses together.
+
+    Under new weights it begins those again, once, that are younger than `restart_below`; `drawn_twice` gets the share
+    of all tokens that were drawn for nothing.
+    """
     ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, max_staleness=max_staleness)
     part, version, free_slots, now = SAMPLES // num_parts, 0, SLOTS, 0.0
     events: list[tuple[float, int, int]] = []  # (when, number and attempt of the ticket that ends, or -1: a part ends)
     started_at: dict[int, int] = {}
+    ends_at: dict[int, float] = {}  # of what is in flight
+    renewed: dict[int, float] = {}  # seconds of it that were for nothing
     ends: list[float] = []
     taken: list[int] = []
     queue: list[Ticket] = []
@@ -76,7 +92,8 @@ def detached(
                 break
             ticket = queue.pop(0)
             started_at[ticket.number] = version
-            heapq.heappush(events, (now + durations.flat[ticket.number], ticket.number, ticket.attempt))
+            ends_at[ticket.number] = now + durations.flat[ticket.number]
+            heapq.heappush(events, (ends_at[ticket.number], ticket.number, ticket.attempt))
             free_slots -= 1
         if not is_training and (numbers := ledger.choose(0, version, part)) is not None:
             assert all(0 <= version - started_at.pop(number) <= max_staleness for number in numbers)
@@ -85,7 +102,10 @@ def detached(
             heapq.heappush(events, (now + train_s / num_parts, -1, 0))
         now, number, attempt = heapq.heappop(events)
         if number >= 0:
+            if ends_at[number] > now:  # it was begun again
+                continue
             free_slots += 1
+            ends_at.pop(number)
             finished.append((number, attempt, started_at[number]))
             if at_a_time == 1 or free_slots == SLOTS:
                 assert len(ledger.deliver("maker", finished)) == len(finished)
@@ -96,6 +116,15 @@ def detached(
             ledger.trained(taken, version)
             version, taken = version + 1, []
             ends.append(now)
+            ages = {number: now - (end - durations.flat[number]) for number, end in ends_at.items()}
+            young = {number: age for number, age in ages.items() if age < restart_below and number not in renewed}
+            ledger.renew("maker", [(number, 0) for number in young], version)
+            renewed |= young
+            for number in young:
+                started_at[number], ends_at[number] = version, now + durations.flat[number]
+                heapq.heappush(events, (ends_at[number], number, 0))
+    if drawn_twice is not None:
+        drawn_twice.append(sum(renewed.values()) / durations.sum())
     assert ledger.counts()["trained"] == STEPS * SAMPLES
     return ends
 
@@ -107,6 +136,8 @@ def fractions(
     num_parts: int,
     at_a_time: int = 1,
     longest_first: bool = False,
+    restart_below: float = 0.0,
+    drawn_twice: list[float] | None = None,
 ) -> float:
     """Of the limit, mean of the seeds; the synchronous order where `max_staleness` is None."""
     generate_s = SAMPLES / SLOTS
@@ -117,7 +148,7 @@ def fractions(
         if max_staleness is None:
             ends = synchronous(durations, train_s)
         else:
-            ends = detached(durations, train_s, max_staleness, num_parts, at_a_time)
+            ends = detached(durations, train_s, max_staleness, num_parts, at_a_time, restart_below, drawn_twice)
         found.append(max(generate_s, train_s) * (STEPS - WARM_UP) / (ends[-1] - ends[WARM_UP - 1]))
     return statistics.mean(found)
 
@@ -138,6 +169,11 @@ def schedules(report: Report) -> None:
                 report.row(what, "of the limit", found, **at, times_synchronous=times)
                 if num_parts == 16 and (longest, max_staleness) in wanted:
                     report.target(f"{what}, least of the ratios", min(found), ">=", wanted[longest, max_staleness])
+    drawn_twice: list[float] = []
+    again = [fractions(8, ratio, 1, 16, restart_below=RESTART_BELOW, drawn_twice=drawn_twice) for ratio in RATIOS]
+    what = f"max/mean 8, staleness 1, 16 mini-batches, younger than {RESTART_BELOW} mean lengths begun again"
+    report.row(what, "of the limit", again, most_drawn_twice=max(drawn_twice))
+    report.target(f"{what}, least of the ratios", min(again), ">=", wanted[8, 1])
     known = [fractions(8, ratio, 1, 16, longest_first=True) for ratio in RATIOS]
     report.row("max/mean 8, staleness 1, longest first, were it known", "of the limit", known)
 

@@ -154,6 +154,7 @@ def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_l
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.update_in_flight=true"]
+    settings += ["detached.restart_below=150"]  # all but short rests of the long ones
     settings += ["plugins=[forced_lengths]", "worker_classes.rollout=forced_lengths.ForcedLengths"]
     settings += ["actor_rollout_ref.rollout.ignore_eos=true", "data.max_response_length=160", "data.shuffle=false"]
     settings += ["resource_pool_spec.maker_pool=[2]", "trainer.val_before_train=false"]
@@ -172,6 +173,9 @@ def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_l
         uids = batch.non_tensor_batch["uid"].tolist()
         assert lengths == [160 if uid.endswith("-0") else 8 for uid in uids]
         assert uids[::2] == uids[1::2]
+        first = {uid: spans[0] for uid, spans in zip(uids, batch.non_tensor_batch["policy_version"], strict=True)}
+        if "0-0" in first:  # its ticket is of version 0
+            assert first["0-0"][0] > 0 or first["0-0"][2] >= 150
     # Four are in flight at first; when 0-0 ends, all that the ledger allows before step 1 has been made.
     order = [uid for batch in made for uid in batch.non_tensor_batch["uid"].tolist()[::2]]
     assert {f"0-{row}" for row in range(1, 8)} <= set(order[: order.index("0-0")])

@@ -45,6 +45,7 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["detached.max_staleness=2"], "detached.max_staleness=2 trains on responses that older weights drew"),
         (["detached.update_steps=2"], "set it to at most 1"),
         (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
+        (["detached.restart_below=9"], "restart_below=9 has no effect without detached.update_in_flight=true"),
         ([*IN_FLIGHT, "algorithm.adv_estimator=remax"], "compares with a greedy response of the same weights"),
         ([*IN_FLIGHT, "actor_rollout_ref.rollout.name=vllm_async"], "has no steps of a token"),
         (["detached.update_in_flight=true"], "and detached.max_staleness of at least 1"),

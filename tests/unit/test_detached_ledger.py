@@ -95,6 +95,31 @@ def test_the_version_of_the_oldest_token_counts_not_that_of_the_ticket():
         deliver(ledger, "maker", [three], 1)
 
 
+def test_what_is_begun_again_with_newer_weights_is_due_later_and_may_no_longer_have_older_tokens():
+    """Prompts 0 to 2 are due at version 1, where two have a place; begun again 2 is due at version 2."""
+    ledger = PromptLedger(num_steps=9, batch_size=2, max_staleness=1)
+    zero, one, two, three = ledger.take("maker", 0, 9)
+    deliver(ledger, "maker", [three], 0)
+    assert ledger.choose(0, 0, 1) == [3] and ledger.choose(0, 0, 1) is None
+    deliver(ledger, "maker", [zero], 0)
+    ledger.trained([3, *ledger.choose(0, 0, 1)], 0)
+    four, five = ledger.take("maker", 1, 9)
+    deliver(ledger, "maker", [four, five], 1)
+    assert ledger.choose(0, 1, 2) is None, "1 and 2 are due"
+    ledger.renew("other", [(1, 0)], 1)
+    ledger.renew("maker", [(1, 1)], 1)
+    ledger.renew("maker", [(2, 0)], 1)
+    assert ledger.choose(0, 1, 1) == [4], "one place is left for 1, which is with maker at its first attempt"
+    assert ledger.choose(0, 1, 1) is None
+    with pytest.raises(ValueError, match="asked for prompt 2 with version 1"):
+        deliver(ledger, "maker", [two], 0)
+    ledger.renew("maker", [(1, 0)], 1)
+    assert ledger.choose(0, 1, 1) == [5]
+    deliver(ledger, "maker", [one, two], 1)
+    ledger.trained([4, 5], 1)
+    assert ledger.choose(0, 2, 2) == [1, 2]
+
+
 def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is_refused():
     ledger = PromptLedger(num_steps=3, batch_size=4, max_attempts=2)
     tickets = ledger.take("a", 0, 3)
@@ -216,6 +241,10 @@ class World:
             started = ledger.take(maker.name, maker.version, dice.randint(1, 5)) or []
             # The first token may be drawn after weights were loaded in between.
             maker.held += [(ticket, dice.choice([maker.version, maker.version, pushed])) for ticket in started]
+        if dice.random() < 0.1 and maker.version == pushed:  # begins some again
+            again = {ticket for ticket, _ in maker.held if dice.random() < 0.5}
+            ledger.renew(maker.name, [(ticket.number, ticket.attempt) for ticket in again], pushed)
+            maker.held = [(ticket, pushed if ticket in again else oldest) for ticket, oldest in maker.held]
         dice.shuffle(maker.held)
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()

@@ -98,6 +98,27 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
     assert ended["0-1"][1].non_tensor_batch["policy_version"].tolist() == late
 
 
+def test_young_responses_are_begun_again_with_new_weights_once(config):
+    actor, rollout = local_group(ActorWorker, config), local_group(RolloutWorker, config, seed=1)
+    rollout.load_weights(actor.export_weights(version=3), version=3)
+    rollout.workers[0].rollout.eos_token_ids = tuple(range(3, 1000, 4))
+    whole = rollout.generate_sequences(prompts()).get()
+    lengths = whole.batch["response_mask"].sum(-1).tolist()
+    rollout.submit_prompts(prompts()[:1], [0])
+    assert rollout.advance_sequences(1) == [None]
+    rollout.submit_prompts(prompts()[1:], [0])
+    assert min(lengths[3:]) == 2 < max(lengths[3:]) and max(lengths[:3]) > 3, "one of 0-1 ends before it is forgotten"
+    assert rollout.advance_sequences(2) == [None]
+    rollout.load_weights(actor.export_weights(version=4), version=4)  # of equal values
+    assert rollout.restart_sequences(3) == [["0-1"]]
+    assert rollout.restart_sequences(3) == [[]]
+    (rows,) = rollout.advance_sequences(RESPONSE)
+    assert torch.equal(rows.batch["responses"], whole.batch["responses"])
+    spans = [((3, 0, length),) if length <= 3 else ((3, 0, 3), (4, 3, length)) for length in lengths[:3]]
+    spans += [((4, 0, length),) for length in lengths[3:]]
+    assert rows.non_tensor_batch["policy_version"].tolist() == spans
+
+
 def test_exporting_leaves_the_actor_as_it_is(config):
     actor = local_group(ActorWorker, config)
     before = parameters_of(actor.workers[0])
@@ -118,6 +139,7 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
             "generate_sequences",
             "submit_prompts",
             "advance_sequences",
+            "restart_sequences",
             "load_weights",
             "sleep",
         },

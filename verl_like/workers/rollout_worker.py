@@ -1,5 +1,6 @@
 """The policy as it generates responses, in a rollout engine."""
 
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ class RolloutWorker(ActorRolloutRefWorker):
         super().__init__(config)
         self.seed = seed
         self.weight_transport = get_weight_transport(config.rollout.weight_transport)
-        self.submitted: dict[tuple[str, ...], DataProto] = {}
-        """Prompts, one row each, by the names of the requests for the responses."""
+        self.submitted: dict[tuple[str, ...], tuple[DataProto, float]] = {}
+        """Prompts, one row each, and the step in which they were submitted, by the names of the requests."""
+        self.num_steps = 0
         self.completions: dict[str, Completion] = {}
         """Of requests that ended before others for the same prompt."""
 
@@ -68,7 +70,21 @@ class RolloutWorker(ActorRolloutRefWorker):
             prompt = prompts.rows(row, row + 1)
             requests = list(self.rollout.requests_for(prompt).values())
             self.rollout.submit(requests)
-            self.submitted[tuple(request.name for request in requests)] = prompt.select(meta_info_keys=[])
+            self.submitted[tuple(request.name for request in requests)] = prompt, self.num_steps
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restart_sequences(self, num_steps: int) -> list[str]:
+        """Forgets responses to prompts that were submitted fewer than `num_steps` steps before, and begins them again.
+
+        A prompt is begun again once at most. Returns the uids.
+        """
+        young = {names: prompt for names, (prompt, at) in self.submitted.items() if self.num_steps - at < num_steps}
+        for names, prompt in young.items():
+            self.rollout.abort(names)
+            self.completions = {name: each for name, each in self.completions.items() if name not in names}
+            self.rollout.submit(list(self.rollout.requests_for(prompt).values()))
+            self.submitted[names] = prompt, -math.inf
+        return [prompt.non_tensor_batch["uid"][0] for prompt in young.values()]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def advance_sequences(self, num_steps: int) -> DataProto | None:
@@ -79,10 +95,11 @@ class RolloutWorker(ActorRolloutRefWorker):
         """
         for _ in range(num_steps):
             self.completions |= self.rollout.step()
+        self.num_steps += num_steps
         ended = [names for names in self.submitted if self.completions.keys() >= set(names)]
         if not ended:
             return None
-        prompts = DataProto.concat([self.submitted.pop(names) for names in ended])
+        prompts = DataProto.concat([self.submitted.pop(names)[0].select(meta_info_keys=[]) for names in ended])
         batch = self.rollout.batch_of(prompts, [self.completions.pop(name) for names in ended for name in names])
         batch.non_tensor_batch["uid"] = prompts.non_tensor_batch["uid"].repeat(len(ended[0]))
         return batch if self.rollout.is_collect else None

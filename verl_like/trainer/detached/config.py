@@ -33,6 +33,9 @@ class DetachedBlock(ConfigModel):
     update_in_flight: bool = False
     """Whether a maker sends the responses to a prompt when they have ended, begins others in their place, and loads
     newer weights in mid-response; otherwise it takes and sends the prompts of a step together."""
+    restart_below: Annotated[int, Field(ge=0)] = 0
+    """Responses of which fewer tokens are there when newer weights are loaded in mid-response are begun again, once, so
+    that they may take a step longer; 0 never."""
     min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers start nothing that
     would be older than update_steps - 1, until a step is above it again; 0 never brakes."""
@@ -77,22 +80,7 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             f"detached.max_staleness={detached.max_staleness} trains on responses that older weights drew, and nothing "
             "accounts for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
         )
-    if detached.update_in_flight and not (detached.max_staleness and correction.bypass_mode):
-        yield (
-            "detached.update_in_flight=true makes responses of which each token may be of other weights: it needs "
-            "algorithm.rollout_correction.bypass_mode=true, since only the engine knows the log-probabilities that "
-            "they were drawn with, and detached.max_staleness of at least 1"
-        )
-    if detached.update_in_flight and "reward_baselines" in config.estimator_needs:
-        yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
-            "which there is not with detached.update_in_flight=true; set it to false"
-        )
-    if detached.update_in_flight and config.actor_rollout_ref.rollout.name == "vllm_async":
-        yield (
-            "actor_rollout_ref.rollout.name=vllm_async has no steps of a token, between which "
-            "detached.update_in_flight=true looks for newer weights; set vllm"
-        )
+    yield from updates_in_flight_fit(config)
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
     if config.actor_rollout_ref.rollout.weight_transport == "nccl":
@@ -141,6 +129,28 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     if not uneven:
         for problem in updates_split_evenly(trainer_config(config, "trainer")):
             yield f"for each of {detached.num_trainers} trainers, which take equal parts: {problem}"
+
+
+def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
+    detached, algorithm = config.detached, config.algorithm
+    if detached.update_in_flight and not (detached.max_staleness and algorithm.rollout_correction.bypass_mode):
+        yield (
+            "detached.update_in_flight=true makes responses of which each token may be of other weights: it needs "
+            "algorithm.rollout_correction.bypass_mode=true, since only the engine knows the log-probabilities that "
+            "they were drawn with, and detached.max_staleness of at least 1"
+        )
+    if detached.restart_below and not detached.update_in_flight:
+        yield f"detached.restart_below={detached.restart_below} has no effect without detached.update_in_flight=true"
+    if detached.update_in_flight and "reward_baselines" in config.estimator_needs:
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
+            "which there is not with detached.update_in_flight=true; set it to false"
+        )
+    if detached.update_in_flight and config.actor_rollout_ref.rollout.name == "vllm_async":
+        yield (
+            "actor_rollout_ref.rollout.name=vllm_async has no steps of a token, between which "
+            "detached.update_in_flight=true looks for newer weights; set vllm"
+        )
 
 
 TRAINED = (Role.Actor, Role.Critic)

@@ -150,6 +150,12 @@ class PromptLedger:
             kept.append(number)
         return kept
 
+    def renew(self, maker: str, tickets: Sequence[tuple[int, int]], version: int) -> None:
+        """(number, attempt) that the maker begins again with weights of `version`; no older token is left of them."""
+        for number, attempt in tickets:
+            if self._is_with(maker, number, attempt):
+                self._open[number].version = max(self._open[number].version, version)
+
     def drop(self, maker: str, tickets: Sequence[tuple[int, int]], reason: str) -> None:
         """(number, attempt) that the maker gives up; other prompts take their places, so that every step is full."""
         for number, attempt in tickets:

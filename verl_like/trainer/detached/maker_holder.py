@@ -169,7 +169,10 @@ class ExperienceMakerHolder(Side):
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
         while self.in_flight or self.ended or num_steps is None or done < num_steps:
+            before = self.version
             self.load_newest_weights()
+            if self.version > before and self.in_flight and self.config.detached.restart_below:
+                self.restart_young()
             limit = num_prompts_at_a_time(self.config) - len(self.in_flight)
             if (is_due := self.validation_is_due()) and not self.in_flight:
                 self.validate()
@@ -213,6 +216,12 @@ class ExperienceMakerHolder(Side):
             replicas.append(replica)
             self.in_flight[uid] = (ticket, prompts.rows(row, row + 1), replica)
         rollout.submit_prompts(prompts, replicas)
+
+    def restart_young(self) -> None:
+        """Begins the youngest of the responses in flight again with the weights just loaded."""
+        restarted = self.run.groups[Role.Rollout].restart_sequences(self.config.detached.restart_below)
+        tickets = [self.in_flight[uid][0] for uid in {uid for uids in restarted for uid in uids}]
+        self.ledger.renew(self.name, [(ticket.number, ticket.attempt) for ticket in tickets], self.version)
 
     def advance(self) -> int:
         """Goes on with the responses in flight, and meanwhile makes experience of those that ended before and sends it.
