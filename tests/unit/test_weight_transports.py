@@ -29,6 +29,7 @@ from verl_like.workers.weight_sync import (
     iterate_weights,
 )
 from verl_like.workers.weight_transfer import GlooTransport, SharedMemoryTransport, WeightTransport, gloo
+from verl_like.workers.weight_transfer.shared_memory import with_data
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["verl_like.workers.weight_transfer"])  # imports it once
@@ -229,3 +230,19 @@ def test_gloo_brings_every_bucket_once_to_each_node_of_every_rollout_group() -> 
         assert groups[1].ask(exports) == [message] * 3
     for group in (*groups, trainer):
         group.end()
+
+
+def test_weights_that_gloo_has_promised_stay_as_they_are_while_newer_ones_are_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    transport = GlooTransport()
+    export = publish(transport, 1)
+    store = dist.TCPStore(*export.address, is_master=False)
+    store.set("request/1", json.dumps(["an update", "a group", 1, 1, 1]))
+    assert json.loads(store.get("an update/answer")) == ["", 1, True]
+    for version in (2, 3):  # while the trainer waits for the receiver; the third goes where the first was
+        publish(transport, version)
+    arrays = [np.empty(bucket.data.nbytes, np.uint8) for bucket in export.buckets]
+    gloo._broadcast(gloo._join(store, "an update", 1, 1), arrays)
+    assert_arrived([with_data(export, arrays)], 1)

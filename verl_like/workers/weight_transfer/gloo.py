@@ -1,5 +1,6 @@
 """Weights broadcast over the network with gloo: once to every node, whose processes then share the memory."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -108,7 +109,7 @@ class _Sender:
             host = probe.getsockname()[0]
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self.address = host, self.store.port
-        self.latest: WeightExport | None = None
+        self.latest: WeightExport
         self.groups: dict[str, Any] = {}
         """By the rollout group that is in it."""
         threading.Thread(target=self._serve, name="broadcast of weights", daemon=True).start()
@@ -123,16 +124,17 @@ class _Sender:
                 _log.warning("Weights of version %d did not reach all of %s: %s", version, key, error)
 
     def _send(self, key: str, rollout: str, version: int, num_receivers: int, num_new: int) -> None:
-        export = self.latest
-        assert export is not None
-        refusal = f"Version {version} of the weights was asked for, but the trainer has {export.version} by now."
-        is_latest = version == export.version
+        export, arrays = self.latest, []
+        with contextlib.suppress(StaleWeightsError):  # it is not the latest any more
+            arrays = [np.asarray(bucket.data) for bucket in export.buckets]  # which stays as it is from here on
+        refusal = f"Version {version} of the weights was asked for, but the trainer has {self.latest.version} by now."
+        is_latest = version == export.version and export is self.latest
         group = None if num_new else self.groups.get(rollout)
         self.store.set(f"{key}/answer", json.dumps(["" if is_latest else refusal, num_receivers, group is None]))
-        if is_latest:  # and stays as it is, because it is mapped
+        if is_latest:
             self.groups.pop(rollout, None)  # until all has gone well
             group = group or _join(self.store, key, 0, num_receivers)
-            _broadcast(group, [np.asarray(bucket.data) for bucket in export.buckets])
+            _broadcast(group, arrays)
             self.groups[rollout] = group
 
 
