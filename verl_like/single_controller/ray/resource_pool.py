@@ -87,9 +87,9 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
-    deadline = time.monotonic() + timeout_s
+    started = time.monotonic()
     while True:
-        nodes = iter(wait_for_nodes(requests, deadline - time.monotonic()))
+        nodes = iter(wait_for_nodes(requests, timeout_s, started))
         groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
         everything = [group for its_groups in groups.values() for group in its_groups]
         try:
@@ -99,7 +99,7 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
             table = placement_table(requests)
             for group in everything:
                 remove_placement_group(group)
-            if time.monotonic() > deadline:
+            if time.monotonic() > started + timeout_s:
                 raise PlacementError(f"the resource pools were not placed within {timeout_s:g} s\n{table}") from None
     for pool in pools:
         pool._placement_groups = groups[pool.name]
