@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,14 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from verl_like.protocol import DataProto
-from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, RolloutError, Sampling
+from verl_like.workers.rollout import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    vllm_async_engine,
+)
 from verl_like.workers.weight_sync import WeightBucket, WeightExport
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
 
@@ -77,10 +85,24 @@ def run_with_update_when_one_ended(
     return completions | dict(each for ended in engine.stream() for each in ended)
 
 
-def worker_and_engine(engine: RolloutEngine) -> tuple[int, int]:
-    """The ids of this process and of the one that computes for it."""
+def engine_process(engine: RolloutEngine) -> int:
+    """The id of the process that computes for this one."""
     (process,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
-    return os.getpid(), process.pid
+    return process.pid
+
+
+def run_beyond_the_limit(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+    """Of an engine in its own process, while no other answer of it may take as long as the first response does."""
+    engine.llm.pause_generation(mode="keep", clear_cache=False)
+    engine.submit(requests)
+    limit, vllm_async_engine._TIMEOUT_S = vllm_async_engine._TIMEOUT_S, 0.5
+
+    def go_on() -> None:
+        vllm_async_engine._TIMEOUT_S = limit
+        engine.llm.resume_generation()
+
+    threading.Timer(2.5, go_on).start()
+    return dict(each for ended in engine.stream() for each in ended)
 
 
 def run_paused(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps: int) -> dict[str, Completion]:

@@ -1,11 +1,14 @@
 """A real AsyncLLM computes in a process of its own; the engine in the worker and transformers are the references."""
 
 import functools
+import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ from test_vllm_rollout import (
 )
 from transformers import LlamaForCausalLM
 
+from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
+from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 from verl_like.workers.weight_transfer import SharedMemoryTransport
 
@@ -152,31 +157,58 @@ def test_wrong_weights_are_named_and_never_serve(engine: Callable[[str], Any], m
 
 
 @pytest.mark.proof
-def test_an_engine_process_that_dies_is_told_and_none_outlives_its_worker(
-    engine: Callable[[str], Any], model: ModelAndFolder
-) -> None:
+def test_a_response_may_take_longer_than_any_other_answer(engine: Callable[[str], Any], model: ModelAndFolder) -> None:
+    process = engine("recompute")
+    call(process, "load_weights", shared(model[1], 30), 30)
+    assert in_engine(process, rollout_requests.run_beyond_the_limit, make_requests(PROMPTS)).keys() == PROMPTS.keys()
+
+
+@pytest.mark.proof
+def test_an_engine_process_that_dies_is_told(engine: Callable[[str], Any], model: ModelAndFolder) -> None:
     process = engine("keep")  # nobody else needs it any more
     call(process, "load_weights", shared(model[1], 20), 20)
     call(process, "submit", make_requests(PROMPTS, ENDLESS))
-    _, computing = in_engine(process, rollout_requests.worker_and_engine)
+    computing = in_engine(process, rollout_requests.engine_process)
     mapped = re.findall(r"/dev/shm/\S+", Path(f"/proc/{computing}/maps").read_text())
     os.kill(computing, signal.SIGKILL)
     expect_error(process.run.remote("run", []), "EngineCore", "EngineDeadError")
     assert not any(map(os.path.exists, mapped))
 
     process = engine("recompute")
-    _, computing = in_engine(process, rollout_requests.worker_and_engine)
+    computing = in_engine(process, rollout_requests.engine_process)
     os.kill(computing, signal.SIGSTOP)
     loading = process.call.remote("load_weights", shared(model[1], 20), 20)
     assert not ray.wait([loading], timeout=2)[0]
     os.kill(computing, signal.SIGKILL)
     expect_error(loading, "EngineCore", "EngineDeadError")
 
-    (process,) = start_processes(model, ranks=[0], **ASYNC)
-    worker, computing = in_engine(process, rollout_requests.worker_and_engine)
-    os.kill(worker, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(computing)], timeout=DEADLINE_S)
-    assert not psutil.pid_exists(computing)
+
+@pytest.mark.proof
+def test_the_kernel_ends_an_engine_process_whose_worker_was_killed(model: ModelAndFolder) -> None:
+    ours, theirs = multiprocessing.Pipe()  # without Ray, which ends what its workers have started
+    worker = multiprocessing.get_context("spawn").Process(target=own_an_engine, args=(theirs, model[0]))
+    worker.start()
+    assert ours.poll(DEADLINE_S)
+    computing = psutil.Process(ours.recv())
+    computing.suspend()  # nothing that it does itself can end it
+    worker.kill()
+    worker.join(30)
+    assert not psutil.wait_procs([computing], timeout=30)[1]
+
+
+def own_an_engine(connection: Connection, path: str) -> None:
+    config, model_config = RolloutConfig(**rollout_settings(**ASYNC)), TrainedModelConfig(path=path)
+    engine = get_rollout_engine(config.name)(config, model_config, rank=0, world_size=1, seed=5, device="cpu")
+    connection.send(rollout_requests.engine_process(engine))
+    time.sleep(600)
+
+
+@pytest.mark.proof
+def test_an_engine_process_that_does_not_start_says_where_the_cause_is(engine: Any, model: ModelAndFolder) -> None:
+    with pytest.raises(ray.exceptions.RayTaskError, match="did not start") as failed:
+        start_processes(model, ranks=[0], **ASYNC, gpu_memory_utilization=1e-9)
+    (log,) = set(re.findall(r"the end of (/\S+) says why", str(failed.value)))
+    assert "ValueError: No available memory for the cache blocks." in Path(log).read_text().splitlines()[-1]
 
 
 def test_what_the_engine_in_its_own_process_cannot_do_is_refused() -> None:

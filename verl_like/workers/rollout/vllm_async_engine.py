@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -12,7 +14,7 @@ from verl_like.workers.rollout.vllm_engine import VllmEngine, completion
 from verl_like.workers.weight_sync import WeightExport
 
 _TIMEOUT_S = 1800.0
-"""For an answer of the engine's process, and for the next response to end. That it died is noticed within a second."""
+"""For an answer of the engine's process. That it died is noticed within a second."""
 
 
 class _Calls:
@@ -22,17 +24,21 @@ class _Calls:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.llm_engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        try:
+            self.llm_engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except RuntimeError as error:  # vLLM says only that it has printed the cause
+            log = os.readlink("/proc/self/fd/2")
+            raise RuntimeError(f"vLLM's engine process did not start; the end of {log} says why.") from error
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="calls to vLLM", daemon=True).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.wait(getattr(self.llm_engine, name)(*args, **kwargs), name)
 
-    def wait(self, answer: Coroutine[Any, Any, Any], what: str) -> Any:
+    def wait(self, answer: Coroutine[Any, Any, Any], what: str, *, has_limit: bool = True) -> Any:
         """Raises TimeoutError, or vLLM's EngineDeadError."""
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + (_TIMEOUT_S if has_limit else math.inf)
         while not future.done() and time.monotonic() < deadline:
             if self.llm_engine.errored:  # vLLM leaves calls without an answer then
                 raise self.llm_engine.dead_error
@@ -71,7 +77,7 @@ class VllmAsyncEngine(VllmEngine):
             await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
             return [name for name, answer in self._answers.items() if answer.done()]
 
-        names = self.llm.wait(next_ended(), "the next response")
+        names = self.llm.wait(next_ended(), "the next response", has_limit=False)  # but that of the worker's call
         return [(name, completion(self._answers.pop(name).result())) for name in names]
 
     def _has_work(self) -> bool:

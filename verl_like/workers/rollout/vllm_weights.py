@@ -3,7 +3,11 @@
 vLLM imports this module in the process of its worker, where it registers the back end; nothing else imports it.
 """
 
+import ctypes
 import math
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -25,6 +29,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -179,6 +185,11 @@ class WorkerExtension:
 
 
 WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
+
+if starter := multiprocessing.parent_process():  # of an engine's own process, which the kernel ends with it (Linux)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != starter.pid:  # it has ended already
+        os._exit(1)
 
 
 def _cut(
