@@ -16,7 +16,9 @@ from test_maker_and_learner import SETTINGS, prompts_of
 
 from verl_like.protocol import Part
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
+from verl_like.single_controller.ray.start import start_ray
 from verl_like.single_controller.shard import ForwardedFuture
+from verl_like.trainer import worker_template
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder, SideReport
@@ -133,7 +135,8 @@ def test_a_reward_function_that_raises_or_never_ends_ends_the_run_without_a_rest
 
 def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_detached, "ANSWER_S", 1.0)
-    ray.init(address="local", num_cpus=1, include_dashboard=False)
+    template = worker_template.start([])
+    start_ray(None, 1, template.command)
 
     @ray.remote(num_cpus=0)
     class Stopped:
@@ -150,6 +153,7 @@ def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest
     process.suspend()
     assert run.statuses() == "trainer_0 does not answer: it is stopped or dead\n"
     ray.shutdown()
+    template.close()
     _, alive = psutil.wait_procs([process], timeout=30)
     assert not alive
 

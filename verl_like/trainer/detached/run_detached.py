@@ -309,7 +309,7 @@ class DetachedRun:
         node, pid = self.place_of(name)
         if node == ray.util.get_node_ip_address():
             with contextlib.suppress(OSError):  # it has ended
-                # If it is stopped, it ends only as it goes on: Ray, which would kill it later, may end before.
+                # If it is stopped, it ends as it goes on: Ray's own kill may miss the fork of a `WorkerTemplate`.
                 os.kill(pid, signal.SIGCONT)
         for pool in self.pools[name].resource_pool_dict.values():
             pool.release()
