@@ -406,7 +406,7 @@ def test_an_update_that_changed_on_its_way_leaves_the_engine_as_it_was(
     corrupt = export(scaled(tied_model[1], 0.9), 6)
     corrupt[1].buckets[1].data[101] ^= 1
     message = f"version 6 changed on their way: 1 of 20 .*: {corrupt[1].buckets[1].names[0]}"
-    expect_error(process.call.remote("load_weights", corrupt, 6), message)
+    expect_error(process.call.remote("load_weights", corrupt, 6), message, "StaleWeightsError")
     assert_generated_by(tied_model[1], call(process, "generate_sequences", prompt_batch()))
 
 
