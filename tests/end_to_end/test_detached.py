@@ -74,17 +74,18 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
     tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
+    settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
     killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 2)
     assert run_apart(settings) == 0
     assert not killer.is_alive()
     output = capsys.readouterr().out
     assert "maker_0 failed and is started again: maker_0 rank 0" in output
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in steps] == list(range(1, 61))
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
-    assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
+    assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
-    assert calls_of(tmp_path)["update_actor"] == 2 * 5  # each of the two mini-batches of a step by itself
+    assert calls_of(tmp_path)["update_actor"] == 2 * 60  # each of the two mini-batches of a step by itself
 
 
 @pytest.mark.proof

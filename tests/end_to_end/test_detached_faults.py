@@ -47,6 +47,7 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
     settings += ["detached.min_effective_sample_size=1"]  # more than any step has
+    settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
     family: list[psutil.Process] = []
 
     def is_time() -> bool:
@@ -61,11 +62,13 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     assert re.search(f"maker_0 failed and is started again: {reason}", output), output
     assert output.count("is started again") == 1
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in steps] == list(range(1, 61))
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
-    assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
-    assert [row["detached/brake"] for row in steps] == [1] * 5
-    assert [row["training/staleness/max"] for row in steps][2:] == [0] * 3, "what was begun before is trained at step 2"
+    assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
+    assert [row["detached/brake"] for row in steps] == [1] * 60
+    assert [row["training/staleness/max"] for row in steps][2:] == [0] * 58, (
+        "what was begun before is trained at step 2"
+    )
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 

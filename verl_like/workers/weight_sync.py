@@ -112,7 +112,6 @@ def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
     return mixed | 1
 
 
-@torch.no_grad()
 def collect_weights(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
     *,
@@ -159,7 +158,7 @@ def collect_weights(
     for name, parameter in named_tensors:
         if name in fingerprints:
             raise ValueError(f"Parameter {name} is exported twice; pass named_parameters(), not a state dict.")
-        tensor = parameter.to(dtype)
+        tensor = parameter.detach().to(dtype)
         fingerprints[name] = local_fingerprint(name, tensor, rank)
         if pending and pending_bytes + tensor.numel() * dtype.itemsize > bucket_bytes:
             close_bucket()

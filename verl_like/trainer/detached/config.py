@@ -32,10 +32,11 @@ class DetachedBlock(ConfigModel):
     """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
     update_in_flight: bool = False
     """Whether a maker sends the responses to a prompt when they have ended, begins others in their place, and loads
-    newer weights in mid-response; otherwise it takes and sends the prompts of a step together."""
+    newer weights in mid-response; otherwise it takes and sends the prompts of a step together. What an estimator takes
+    from a batch is then of the few responses that ended together: use one that compares the responses to a prompt."""
     restart_below: Annotated[int, Field(ge=0)] = 0
-    """Responses of which fewer tokens are there when newer weights are loaded in mid-response are begun again, once, so
-    that they may take a step longer; 0 never."""
+    """Responses that began fewer steps of the engine ago when newer weights are loaded in mid-response are begun again,
+    once, so that they may take a step longer; 0 never. Short responses are then trained a little more often."""
     min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers start nothing that
     would be older than update_steps - 1, until a step is above it again; 0 never brakes."""

@@ -174,10 +174,10 @@ class ExperienceMakerHolder(Side):
             if self.version > before and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
             limit = num_prompts_at_a_time(self.config) - len(self.in_flight)
-            if (is_due := self.validation_is_due()) and not self.in_flight:
+            if (is_due := self.validation_is_due()) and not self.in_flight and not self.ended:
                 self.validate()
             elif is_due or (num_steps is not None and done >= num_steps):
-                limit = 0  # until what is in flight has ended
+                limit = 0  # until what is in flight has ended and was sent
             tickets: list[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name, self.version, limit)
