@@ -1,6 +1,7 @@
 """Parts that several test folders share."""
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         return str(path), save_tiny_llama(path, **options)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def ray_is_left_as_it_was() -> Iterator[None]:
+    """Shuts down the Ray that a test started and left, as one that failed does; the next could not start its own."""
+    ray = sys.modules.get("ray")
+    was_initialized = ray is not None and ray.is_initialized()
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and not was_initialized:
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -174,6 +174,11 @@ def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(tmp_pat
     exporting = Exporting.remote()
     parts = ray.get(exporting.export.remote(), timeout=60)
     ray.kill(exporting)
+    deadline = time.monotonic() + 60
+    for ref in (parts[0].header, parts[0].payload):
+        with pytest.raises(ray.exceptions.OwnerDiedError):
+            while time.monotonic() < deadline:  # Ray hands the object out until it has noticed the owner's death
+                ray.get(ref, timeout=60)
     with local_trainer(tmp_path, tiny_llama, *SETTINGS) as trainer:
         holder_class = ExperienceMakerHolder.__ray_metadata__.modified_class
         holder = object.__new__(holder_class)

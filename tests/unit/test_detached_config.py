@@ -47,6 +47,11 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
         (["detached.restart_below=9"], "restart_below=9 has no effect without detached.update_in_flight=true"),
         ([*IN_FLIGHT, "algorithm.adv_estimator=remax"], "compares with a greedy response of the same weights"),
+        ([*IN_FLIGHT, "algorithm.adv_estimator=gpg"], "adv_estimator=gpg compares the rows of a batch"),
+        (
+            [*IN_FLIGHT, "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
+            "loss_mode=clip_cov compares the rows of a batch",
+        ),
         ([*IN_FLIGHT, "actor_rollout_ref.rollout.name=vllm_async"], "has no steps of a token"),
         (["detached.update_in_flight=true"], "and detached.max_staleness of at least 1"),
         (["trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true"], "set detached.max_staleness=1"),
@@ -119,6 +124,6 @@ def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities
 
 def test_a_plugins_maker_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():
     with pytest.raises(ValueError, match="BeginningMaker has its own begin, which detached"):
-        check_maker(config_of(*IN_FLIGHT), BeginningMaker)
-    check_maker(config_of(*IN_FLIGHT), CompletingMaker)
+        check_maker(config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), BeginningMaker)
+    check_maker(config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), CompletingMaker)
     check_maker(config_of(), BeginningMaker)

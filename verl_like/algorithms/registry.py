@@ -44,6 +44,8 @@ class Registry:
     def __init__(self, kind: str, package: str, decorator: str, inputs: frozenset[str]) -> None:
         self.kind, self.package, self.decorator, self.inputs = kind, package, decorator, inputs
         self.functions: dict[str, Algorithm] = {}
+        self.over_batch: set[str] = set()
+        """Those of them that compare the rows of a batch with each other, beyond the responses to a prompt."""
 
     def file_names(self) -> list[str]:
         """The algorithms that have a file here."""
@@ -69,8 +71,11 @@ class Registry:
                 return name
         return None
 
-    def register(self, name: str) -> Callable[[AlgorithmT], AlgorithmT]:
+    def register(self, name: str, *, over_batch: bool = False) -> Callable[[AlgorithmT], AlgorithmT]:
         """Decorator: makes a function known as `name`.
+
+        Args:
+            over_batch: it takes statistics, such as the mean, of all rows of a batch, of which there have to be many.
 
         Raises:
             ValueError: the name is taken, or a parameter without a default is none of the inputs.
@@ -88,6 +93,8 @@ class Registry:
                     f"{self.kind}: give it a default or another name{hint}"
                 )
             self.functions[name] = function
+            if over_batch:
+                self.over_batch.add(name)
             return function
 
         return decorate

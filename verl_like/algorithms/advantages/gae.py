@@ -21,7 +21,7 @@ from verl_like.algorithms.discounted_sums import gae_in_blocks
 from verl_like.algorithms.masked import few_rows, masked_whiten
 
 
-@register_adv_est("gae")
+@register_adv_est("gae", over_batch=True)
 def compute_gae_advantage_return(
     token_level_rewards: torch.Tensor,
     values: torch.Tensor,

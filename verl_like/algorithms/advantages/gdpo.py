@@ -61,7 +61,7 @@ class GDPOOptions(AdvantageOptions):
             )
 
 
-@register_adv_est("gdpo")
+@register_adv_est("gdpo", over_batch=True)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     scores_by_reward: dict[str, torch.Tensor],

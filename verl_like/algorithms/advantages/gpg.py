@@ -19,7 +19,7 @@ from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.groups import PromptGroups
 
 
-@register_adv_est("gpg")
+@register_adv_est("gpg", over_batch=True)
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: torch.Tensor,

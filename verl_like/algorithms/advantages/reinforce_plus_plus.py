@@ -20,7 +20,7 @@ from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
 
 
-@register_adv_est("reinforce_plus_plus")
+@register_adv_est("reinforce_plus_plus", over_batch=True)
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import masked_whiten
 
 
-@register_adv_est("reinforce_plus_plus_baseline")
+@register_adv_est("reinforce_plus_plus_baseline", over_batch=True)
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: torch.Tensor,

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.config_model import ConfigModel, PositiveInt
 from verl_like.trainer.config.rules import broken_rules, updates_split_evenly
 from verl_like.trainer.config.schema import PPOConfig
@@ -32,8 +33,7 @@ class DetachedBlock(ConfigModel):
     """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
     update_in_flight: bool = False
     """Whether a maker sends the responses to a prompt when they have ended, begins others in their place, and loads
-    newer weights in mid-response; otherwise it takes and sends the prompts of a step together. What an estimator takes
-    from a batch is then of the few responses that ended together: use one that compares the responses to a prompt."""
+    newer weights in mid-response; otherwise it takes and sends the prompts of a step together."""
     restart_below: Annotated[int, Field(ge=0)] = 0
     """Responses that began fewer steps of the engine ago when newer weights are loaded in mid-response are begun again,
     once, so that they may take a step longer; 0 never. Short responses are then trained a little more often."""
@@ -147,6 +147,16 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
             "which there is not with detached.update_in_flight=true; set it to false"
         )
+    estimator, loss = algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    for key, name, is_over_batch in (
+        ("algorithm.adv_estimator", estimator, estimator in ADVANTAGE_ESTIMATORS.over_batch),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", loss, "selected_tokens" in config.loss_needs),
+    ):
+        if detached.update_in_flight and is_over_batch:
+            yield (
+                f"{key}={name} compares the rows of a batch, and with detached.update_in_flight=true a maker has only "
+                "the few that ended together; set it to false, or take one that compares the responses to a prompt"
+            )
     if detached.update_in_flight and config.actor_rollout_ref.rollout.name == "vllm_async":
         yield (
             "actor_rollout_ref.rollout.name=vllm_async has no steps of a token, between which "
