@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_like.algorithms.kl import FixedKLController
-from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -41,6 +41,10 @@ class Models(Worker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"old_log_probs": data.batch["rollout_log_probs"] + RATIOS.log()})
 
+    @register(**COMPUTE, reads=["rollout_log_probs"], writes=["ref_log_prob"])
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"ref_log_prob": data.batch["rollout_log_probs"]})
+
     @register(**COMPUTE, reads=["response_mask"], writes=["scores"])
     def annotate(self, data: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"scores": SCORES})
@@ -59,8 +63,10 @@ def experience(*settings: str, **correction: Any) -> Experience:
             "worker_classes.judge=own.Models", "role_mapping.judge=global_pool", *settings, *corrections,
         ]
     )  # fmt: skip
+    groups = {"rollout": group, "actor": group, "judge": group}
+    groups |= {"ref": group} if config.algorithm.use_kl_in_reward else {}
     maker = ExperienceMaker(
-        config=config, groups={"rollout": group, "actor": group, "judge": group}, rule_scorer=None,
+        config=config, groups=groups, rule_scorer=None,
         reward_columns={"scores": 1.0}, kl_controller=FixedKLController(0.0), model_cost=ModelCost(1.0, 0.0, ()),
         timer=lambda phase: contextlib.nullcontext(),
     )  # fmt: skip
@@ -113,6 +119,15 @@ def test_bypass_takes_the_rollouts_log_probabilities_and_compares_nothing():
     assert not {"rollout_is_weights", "sampled_mask"} & set(columns.keys())
     drift = [name for name in batch_metrics(made.batch, 2, 3) if name.startswith(("rollout_corr/", "training/"))]
     assert not drift
+
+
+def test_the_kl_of_several_batches_merges_by_their_scored_responses():
+    names = [f"actor/reward_kl_penalty{suffix}" for suffix in ("", "_coeff")]
+    metrics = experience("algorithm.use_kl_in_reward=true").metrics
+    of_more_responses = {name: Metric.mean(1.0, weight=12) for name in names}
+    merged = merge_metrics([metrics, of_more_responses])
+    kl_B = [math.log(1.5 * 0.5) / 3, math.log(1.8), math.log(1 / 16) / 3, 0.0]
+    assert [merged[name].value for name in names] == pytest.approx([(12 + sum(kl_B)) / 16, 12 / 16])
 
 
 def test_a_loss_selects_among_the_tokens_that_are_left():

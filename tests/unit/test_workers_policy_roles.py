@@ -67,11 +67,16 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
     torch.testing.assert_close(scored, batch.batch["rollout_log_probs"], rtol=0, atol=1e-4)
 
 
-def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_its_own_have_ended(config):
+def actor_and_rollout_that_ends_early(config):
+    """The groups, the rollout with the weights as version 3, and its responses, which every fourth token ends."""
     actor, rollout = local_group(ActorWorker, config), local_group(RolloutWorker, config, seed=1)
     rollout.load_weights(actor.export_weights(version=3), version=3)
     rollout.workers[0].rollout.eos_token_ids = tuple(range(3, 1000, 4))
-    whole = rollout.generate_sequences(prompts()).get()
+    return actor, rollout, rollout.generate_sequences(prompts()).get()
+
+
+def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_its_own_have_ended(config):
+    actor, rollout, whole = actor_and_rollout_that_ends_early(config)
     lengths = whole.batch["response_mask"].sum(-1).tolist()
     last = [max(lengths[:3]), max(lengths[3:])]
     assert last[0] > 2 and min(lengths[:3]) <= 2 and last[1] > min(lengths[3:]), lengths
@@ -99,10 +104,7 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
 
 
 def test_young_responses_are_begun_again_with_new_weights_once(config):
-    actor, rollout = local_group(ActorWorker, config), local_group(RolloutWorker, config, seed=1)
-    rollout.load_weights(actor.export_weights(version=3), version=3)
-    rollout.workers[0].rollout.eos_token_ids = tuple(range(3, 1000, 4))
-    whole = rollout.generate_sequences(prompts()).get()
+    actor, rollout, whole = actor_and_rollout_that_ends_early(config)
     lengths = whole.batch["response_mask"].sum(-1).tolist()
     rollout.submit_prompts(prompts()[:1], [0])
     assert rollout.advance_sequences(1) == [None]

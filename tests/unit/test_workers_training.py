@@ -20,7 +20,7 @@ from tiny_worker_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor import ActorWorker
@@ -161,6 +161,20 @@ def test_a_batch_without_any_response_token_takes_no_step(model_path):
     before = parameters_of(group.workers[0])
     update(group, data)
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_loss_of_a_training_step_is_the_mean_over_the_mini_batches_with_tokens(model_path, num_parts):
+    data, optim = make_batch(rows=16), {"lr": 1e-30}  # which moves no weight
+    data.batch["response_mask"][12:] = 0
+    group = actor_group(model_path, prompts=4, micro=2, ppo_epochs=2, optim=optim)
+    parts = data.chunk(num_parts)
+    for number, part in enumerate(parts, start=1):
+        part.meta_info["part_of_step"] = (number, num_parts)
+    metrics = merge_metrics([group.update_actor(part).get().meta_info["metrics"] for part in parts])
+    alone = [update(actor_group(model_path, prompts=4, optim=optim), data[i : i + 4]) for i in (0, 4, 8)]
+    for name in ("actor/loss", "actor/pg_loss"):
+        assert metrics[name].value == pytest.approx(sum(each[name] for each in alone) / 3, rel=1e-5)
 
 
 def test_epochs_and_mini_batches_each_take_a_step(model_path):

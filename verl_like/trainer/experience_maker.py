@@ -253,8 +253,8 @@ class ExperienceMaker:
         num_scored = int(mask_BR.any(-1).sum())
         if num_scored:
             self.kl_controller.update(current_kl, n_steps=num_scored)
-        metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl)
-        metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef)
+        metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
+        metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
         return metrics
 
     def correct_rollout(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:

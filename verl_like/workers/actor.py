@@ -142,7 +142,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         loss, values = call_by_name(self.policy_loss_fn, inputs)
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
-        metrics["actor/pg_loss"] = DeviceMetric.sum(loss, mini_batch.share)
+        metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
         if "old_log_probs" not in micro:  # otherwise `compute_log_prob` and the driver report these
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
         if "rollout_log_probs" in micro:
@@ -159,10 +159,10 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         if actor.entropy_coeff != 0:
             entropy_loss = aggregate(entropy_BR[0], mask_BR)
             loss = loss - actor.entropy_coeff * entropy_loss
-            metrics["actor/entropy_loss"] = DeviceMetric.sum(entropy_loss, mini_batch.share)
+            metrics["actor/entropy_loss"] = DeviceMetric.loss(entropy_loss, mini_batch)
         if actor.use_kl_loss:
             kl_loss = aggregate(kl_penalty(log_prob_BR, micro["ref_log_prob"], actor.kl_loss_type), mask_BR)
             loss = loss + actor.kl_loss_coef * kl_loss
-            metrics["actor/kl_loss"] = DeviceMetric.sum(kl_loss, mini_batch.share)
+            metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics

@@ -35,7 +35,7 @@ class MiniBatch:
     num_sequences: float
     """Rows with at least one such token, over all ranks."""
     share: float
-    """1 / number of mini-batches of the training step: a loss times it adds up to the mean over mini-batches."""
+    """1 / number of its micro-batches over all ranks."""
 
     def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
@@ -74,9 +74,10 @@ class DeviceMetric:
     """(the numbers as floats) -> the metric."""
 
     @classmethod
-    def sum(cls, value: torch.Tensor, factor: float) -> "DeviceMetric":
-        """`value` times `factor`, added up over micro-batches and ranks."""
-        return cls((value.detach(),), lambda number: Metric.sum(number * factor))
+    def loss(cls, value: torch.Tensor, mini_batch: MiniBatch) -> "DeviceMetric":
+        """A micro-batch's part of a loss. Merged, it is the mean over mini-batches of the sum of their parts."""
+        share = mini_batch.share
+        return cls((value.detach(),), lambda number: Metric.mean(number / share, weight=share))
 
     @classmethod
     def max(cls, value: torch.Tensor) -> "DeviceMetric":
@@ -152,13 +153,13 @@ def update(
     norms = []
     lr = engine.lr
     with engine.on_device(train=True):
-        for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size, num_parts):
+        for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
             unread: list[MicroMetrics] = []
             for index, micro_batch in enumerate(mini_batch.micro_batches):
                 micro_rows = {name: column[micro_batch] for name, column in rows.items()}
                 micro_loss, micro_metrics = loss(micro_rows, mini_batch)
                 engine.backward(micro_loss, is_last=index == len(mini_batch.micro_batches) - 1)
-                unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.sum(micro_loss, mini_batch.share)}]
+                unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.loss(micro_loss, mini_batch)}]
             norms.append(engine.step())
             metrics += read_metrics(unread)
     engine.training_steps += number == num_parts
@@ -186,7 +187,7 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
 
 
-def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int, num_parts: int) -> list[MiniBatch]:
+def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> list[MiniBatch]:
     """The mini-batches of all epochs with their counts; those without any token on any rank are left out.
 
     Each row is on `sequence_parallel_size` ranks and counts once. ValueError if trainers differ in their rows.
@@ -204,9 +205,11 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int, num
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
-    used = [(own, *count) for own, count in zip(micro_batches, counts.tolist(), strict=True) if count[0] > 0]
-    share = 1 / (len(used) * schedule.epochs * num_parts) if used else 0.0
-    return [MiniBatch(own, tokens, sequences, share) for own, tokens, sequences in used] * schedule.epochs
+    return [
+        MiniBatch(own, tokens, sequences, share=1 / (len(own) * dist.get_world_size()))
+        for own, (tokens, sequences) in zip(micro_batches, counts.tolist(), strict=True)
+        if tokens > 0
+    ] * schedule.epochs
 
 
 def _micro_batches(
