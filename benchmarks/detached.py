@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.harness import Report, Side, copy_rate
 from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, SAMPLE_BYTES
 from benchmarks.sides.grpo_world import forced_lengths
+from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 SAMPLES, SLOTS, STEPS, WARM_UP = 64, 16, 60, 10  # samples of a version
@@ -73,7 +74,7 @@ def detached(
     Under new weights it begins those again, once, that are younger than `restart_below`; `drawn_twice` gets the share
     of all tokens that were drawn for nothing.
     """
-    ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, max_staleness=max_staleness)
+    ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, detached=DetachedBlock(max_staleness=max_staleness))
     part, version, free_slots, now = SAMPLES // num_parts, 0, SLOTS, 0.0
     events: list[tuple[float, int, int]] = []  # (when, number and attempt of the ticket that ends, or -1: a part ends)
     started_at: dict[int, int] = {}

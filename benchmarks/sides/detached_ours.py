@@ -11,6 +11,7 @@ from benchmarks.sides import dispatch_ray
 from benchmarks.sides.detached_work import BATCH, NUM_MADE, NUM_SAMPLES, PASSES, ROWS, in_order, samples, sums
 from verl_like.protocol import DataProto
 from verl_like.trainer.detached.buffer import ExperienceBuffer
+from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger
 
 TIMEOUT_S, IN_FLIGHT, TICKETS = 60, 4, 16
@@ -52,7 +53,7 @@ def start() -> dict[str, Any]:
     torch.set_num_threads(1)
     dispatch_ray.init(num_cpus=4, store_mib=1024)
     # The staleness is so large that the ledger never holds the maker back.
-    ledger = ray.remote(num_cpus=0)(PromptLedger).remote(num_steps=10_000, batch_size=BATCH, max_staleness=10_000)
+    ledger = ray.remote(num_cpus=0)(PromptLedger).remote(10_000, BATCH, DetachedBlock(max_staleness=10_000))
     state["trainer"] = Trainer.remote(ledger)
     state["ledger"] = Calls(ledger)
     return {}

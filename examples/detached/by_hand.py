@@ -45,7 +45,7 @@ def trainer_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]
 
 def main(overrides: list[str]) -> None:
     config = load_config(DetachedConfig, broken_detached_rules, overrides, "toy", str(FOLDER))
-    steps, staleness = config.trainer.total_training_steps, config.detached.max_staleness
+    steps = config.trainer.total_training_steps
     assert steps is not None, "toy.yaml sets it"
     start_ray(None, config.ray_kwargs.ray_init.num_cpus)
 
@@ -53,9 +53,8 @@ def main(overrides: list[str]) -> None:
         return PromptLoader(config)
 
     ledger_class, trainer_class, maker_class = ray.remote(PromptLedger), DetachedPPOTrainer, ExperienceMakerHolder
-    batch_size = config.data.train_batch_size
     ledger: Any = ledger_class.options(name="ledger", num_cpus=0).remote(
-        num_steps=steps, batch_size=batch_size, max_staleness=staleness
+        steps, config.data.train_batch_size, config.detached
     )
     trainer: Any = trainer_class.options(name="trainer_0", num_cpus=0).remote(  # type: ignore[attr-defined]
         config, experience_maker_holder_name_list=["maker_0"], model_fn=trainer_models

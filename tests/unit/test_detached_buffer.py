@@ -11,6 +11,7 @@ import torch
 
 from verl_like.protocol import DataProto
 from verl_like.trainer.detached.buffer import BufferFullError, ExperienceBuffer, TrainerStarvedError
+from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 from verl_like.trainer.detached.side import SideRecorder
 
@@ -42,7 +43,7 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
-    ledger = PromptLedger(num_steps=5, batch_size=4)
+    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 9)
     assert buffer.extend("maker", [tickets[3], tickets[1]], groups([tickets[3], tickets[1]], 0, 0), 5) == [3, 1]
@@ -58,7 +59,7 @@ def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
 
 
 def test_groups_that_came_together_in_the_order_of_their_prompts_are_taken_where_they_lie():
-    ledger = PromptLedger(num_steps=2, batch_size=4, max_staleness=1)
+    ledger = PromptLedger(num_steps=2, batch_size=4, detached=DetachedBlock(max_staleness=1))
     buffer = ExperienceBuffer(ledger, trainer=0, limit=8)
     first, second, third, *rest = ledger.take("maker", 0, 8)
     come = [groups([third, first, second], 0, 0, 0), groups(rest, 0, 0, 0, 0, 0)]
@@ -87,7 +88,7 @@ def test_groups_that_came_together_in_the_order_of_their_prompts_are_taken_where
 
 
 def test_the_oldest_token_of_a_group_decides_when_it_is_due():
-    ledger = PromptLedger(num_steps=5, batch_size=1, max_staleness=1)
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     zero, one = ledger.take("maker", 0, 2)
     buffer.extend("maker", [zero], groups([zero], 0), 5)
@@ -99,7 +100,7 @@ def test_the_oldest_token_of_a_group_decides_when_it_is_due():
 
 
 def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
-    ledger = PromptLedger(num_steps=5, batch_size=2)
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     late = ledger.take("a", 0, 1)
     ledger.lost("a")
@@ -113,7 +114,7 @@ def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
 
 
 def test_a_taker_waits_for_a_maker():
-    ledger = PromptLedger(num_steps=5, batch_size=2)
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 9)
     result = in_thread(lambda: buffer.take(2, version=0, deadline_s=20))
@@ -123,7 +124,7 @@ def test_a_taker_waits_for_a_maker():
 
 
 def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
-    ledger = PromptLedger(num_steps=5, batch_size=8, num_trainers=2)
+    ledger = PromptLedger(num_steps=5, batch_size=8, detached=DetachedBlock(num_trainers=2))
     buffer = ExperienceBuffer(ledger, trainer=1, limit=9)
     tickets = [ticket for ticket in ledger.take("a", 0, 4) if ticket.trainer == 1]
     ledger.take("b", 0, 2)
@@ -132,13 +133,13 @@ def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
         TrainerStarvedError, match=r"trainer 1 needs 4 groups .* version 0 and has 1 .*: \{'a': \[3\], 'b': \[5\]\}"
     ):
         buffer.take(4, version=0, deadline_s=0.05)
-    idle = ExperienceBuffer(PromptLedger(num_steps=5, batch_size=8), trainer=0, limit=9)
+    idle = ExperienceBuffer(PromptLedger(num_steps=5, batch_size=8, detached=DetachedBlock()), trainer=0, limit=9)
     with pytest.raises(TrainerStarvedError, match="nothing, no maker has started any"):
         idle.take(4, version=0, deadline_s=0.05)
 
 
 def test_a_full_buffer_holds_makers_back_until_the_trainer_takes():
-    ledger = PromptLedger(num_steps=5, batch_size=2, max_staleness=1)
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
     buffer = ExperienceBuffer(ledger, trainer=0, limit=3)
     tickets = ledger.take("maker", 0, 9)
     buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), 5)
@@ -152,7 +153,7 @@ def test_a_full_buffer_holds_makers_back_until_the_trainer_takes():
 
 
 def test_a_trainer_that_waits_gets_what_stands_behind_the_limit():
-    ledger = PromptLedger(num_steps=5, batch_size=4)
+    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=1)
     tickets = ledger.take("maker", 0, 9)
     buffer.extend("maker", tickets[:1], groups(tickets[:1], 0), 5)
@@ -162,7 +163,7 @@ def test_a_trainer_that_waits_gets_what_stands_behind_the_limit():
 
 
 def test_parts_of_groups_and_a_buffer_without_room_are_refused():
-    ledger = PromptLedger(num_steps=5, batch_size=4)
+    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=2)
     tickets = ledger.take("maker", 0, 2)
     with pytest.raises(ValueError, match="5 rows are not whole groups of 2 tickets"):
@@ -173,7 +174,7 @@ def test_parts_of_groups_and_a_buffer_without_room_are_refused():
 
 def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
     num_steps, share = 6, 8
-    ledger = PromptLedger(num_steps=num_steps, batch_size=share, max_staleness=1)
+    ledger = PromptLedger(num_steps=num_steps, batch_size=share, detached=DetachedBlock(max_staleness=1))
     buffer, lock, version = ExperienceBuffer(ledger, trainer=0, limit=5), threading.Lock(), [0]
 
     class Locked:

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
+
+from verl_like.trainer.detached.config import DetachedBlock
 
 
 @dataclass(frozen=True)
@@ -54,41 +55,14 @@ class PromptLedger:
 
     Args:
         num_steps: training steps of the run.
-        batch_size: prompts of a step, over all trainers.
-        num_trainers: divides `batch_size`.
-        max_staleness: most training steps between the oldest token of a sample and the weights that are trained on it.
-        routing: which trainer a ticket is for, of those with room: `round_robin` the one that was given the fewest,
-            `least_loaded` the one in whose buffer the fewest groups wait.
-        max_attempts: how often a prompt is given out before it is dropped with the reason `maker_lost`.
-        update_steps: training steps between two pushes of the weights, at most max_staleness + 1.
-        min_effective_sample_size: a share, below which the brake holds; 0 is never.
+        batch_size: prompts of a step, over all trainers, among whom it divides.
+        detached: the settings of the run.
     """
 
-    def __init__(
-        self,
-        *,
-        num_steps: int,
-        batch_size: int,
-        num_trainers: int = 1,
-        max_staleness: int = 0,
-        routing: Literal["round_robin", "least_loaded"] = "round_robin",
-        max_attempts: int = 3,
-        update_steps: int = 1,
-        min_effective_sample_size: float = 0.0,
-    ) -> None:
-        if batch_size % num_trainers:
-            raise ValueError(
-                f"{batch_size} prompts of a step do not divide among {num_trainers} trainers, which train in step on "
-                "equal numbers; choose a multiple."
-            )
-        if max_staleness < 0 or max_attempts < 1:
-            raise ValueError(
-                f"max_staleness is {max_staleness}, at least 0, and max_attempts {max_attempts}, at least 1"
-            )
-        self.num_steps, self.max_staleness, self.max_attempts = num_steps, max_staleness, max_attempts
+    def __init__(self, num_steps: int, batch_size: int, detached: DetachedBlock) -> None:
+        self.num_steps, self.detached = num_steps, detached
+        num_trainers = detached.num_trainers
         self.share = batch_size // num_trainers
-        self.routing = routing
-        self.update_steps, self.min_effective_sample_size = update_steps, min_effective_sample_size
         self._effective_sample_sizes = [1.0] * num_trainers  # in the last step of each trainer
         self._open: dict[int, _Open] = {}
         self._again: list[tuple[int, int]] = []  # a heap of (number, attempt)
@@ -101,7 +75,7 @@ class PromptLedger:
     @property
     def is_braking(self) -> bool:
         """Whether makers wait for newer weights than `max_staleness` alone asks for."""
-        limit = self.min_effective_sample_size
+        limit = self.detached.min_effective_sample_size
         # Not `size < limit`, because a size may be NaN.
         return limit > 0 and any(not size >= limit for size in self._effective_sample_sizes)
 
@@ -112,14 +86,15 @@ class PromptLedger:
         """
         if min(self._trained) == self.num_steps * self.share:
             return None
-        ahead = self.update_steps if self.is_braking else self.max_staleness + 1
+        ahead = self.detached.update_steps if self.is_braking else self.detached.max_staleness + 1
         allowed = min(version + ahead, self.num_steps) * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
             free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
             if not free:
                 break
-            waiting = self._buffered if self.routing == "least_loaded" else self._live
+            # Round robin: the one that was given the fewest.
+            waiting = self._buffered if self.detached.routing == "least_loaded" else self._live
             trainer = min(free, key=lambda index: (waiting[index], self._live[index], index))
             number, attempt = heappop(self._again) if self._again else (self._next_number, 0)
             self._next_number = max(self._next_number, number + 1)
@@ -168,7 +143,7 @@ class PromptLedger:
         for number in [n for n, entry in self._open.items() if entry.maker == maker and entry.arrival is None]:
             entry = self._open.pop(number)
             self._live[entry.trainer] -= 1
-            if entry.attempt + 1 < self.max_attempts:
+            if entry.attempt + 1 < self.detached.max_attempts:
                 heappush(self._again, (number, entry.attempt + 1))
             else:
                 self._dropped["maker_lost"] += 1
@@ -179,21 +154,22 @@ class PromptLedger:
         Those due first, then in the order in which they came. A step may be taken in several parts; what is due may
         wait for the last.
         """
+        max_staleness = self.detached.max_staleness
         open_ = {n: e for n, e in self._open.items() if e.trainer == trainer and e.taken_at is None}
         there = sorted((e.version, e.arrival, n) for n, e in open_.items() if e.arrival is not None)[:num_groups]
         places = (version + 1) * self.share - self._taken[trainer] - num_groups  # that this step has left afterwards
         assert 0 <= places < self.share, (trainer, version, num_groups, self._taken)
         numbers = {number for _, _, number in there}
-        left = [entry.version + self.max_staleness for number, entry in open_.items() if number not in numbers]
+        left = [entry.version + max_staleness for number, entry in open_.items() if number not in numbers]
         too_many = any(
             sum(due <= by for due in left) > places + (by - version) * self.share
-            for by in range(version, version + self.max_staleness + 1)
+            for by in range(version, version + max_staleness + 1)
         )
         if len(there) < num_groups or too_many:
             return None
         for number in numbers:
             entry = self._open[number]
-            assert 0 <= version - entry.version <= self.max_staleness, (number, entry, version)
+            assert 0 <= version - entry.version <= max_staleness, (number, entry, version)
             entry.taken_at = version
         self._taken[trainer] += num_groups
         self._buffered[trainer] -= num_groups

@@ -144,14 +144,7 @@ class DetachedRun:
         reserve([pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()])
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
-            num_steps=steps,
-            batch_size=config.data.train_batch_size,
-            num_trainers=detached.num_trainers,
-            max_staleness=detached.max_staleness,
-            routing=detached.routing,
-            max_attempts=detached.max_attempts,
-            update_steps=detached.update_steps,
-            min_effective_sample_size=detached.min_effective_sample_size,
+            steps, config.data.train_batch_size, detached
         )
         trainer_class: Any = DetachedPPOTrainer
         host, count = ray.util.get_node_ip_address(), detached.num_trainers
