@@ -1,7 +1,8 @@
 """The base of all settings."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -23,6 +24,15 @@ class ConfigModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """The same with other values of some keys, given by their path from here."""
+        config = self
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            value = getattr(config, name).updated({rest: value}) if rest else value
+            config = config.model_copy(update={name: value})
+        return config
 
 
 class OpenConfigModel(ConfigModel):

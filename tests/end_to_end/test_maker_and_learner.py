@@ -13,7 +13,6 @@ from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.detached.config import updated
 from verl_like.trainer.experience_maker import Experience, Generated, Weights
 from verl_like.trainer.learner import Learner, Update
 
@@ -34,7 +33,7 @@ def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
     groups = {role: LocalWorkerGroup(trainer.role_worker_mapping[role], role=role) for role in ("actor", "critic")}
     for group in groups.values():
         group.init_model()
-    config = updated(trainer.config, {"trainer.critic_warmup": critic_warmup})
+    config = trainer.config.updated({"trainer.critic_warmup": critic_warmup})
     return Learner(config, groups, max_staleness=1)
 
 

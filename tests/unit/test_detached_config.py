@@ -4,15 +4,7 @@ import pytest
 
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.detached.config import (
-    DetachedConfig,
-    all_pools,
-    broken_detached_rules,
-    maker_config,
-    maker_roles,
-    trainer_config,
-    trainer_roles,
-)
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.maker_holder import check_maker
 from verl_like.trainer.experience_maker import ExperienceMaker
 
@@ -83,15 +75,15 @@ def test_what_detached_training_cannot_do_is_refused_with_the_reason(overrides: 
 
 def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
     config = config_of("detached.num_makers=2", "detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]")
-    maker, trainer = maker_config(config, "maker_1"), trainer_config(config, "trainer_2")
+    maker, trainer = config.of_maker("maker_1"), config.of_trainer("trainer_2")
     assert maker.resource_pool_spec == {"maker_1 maker_pool": (2,)}
-    assert {maker.role_mapping[role] for role in maker_roles(config)} == {"maker_1 maker_pool"}
-    assert maker_roles(config) == ["actor", "rollout", "critic"] and trainer_roles(config) == ["actor", "critic"]
+    assert {maker.role_mapping[role] for role in config.maker_roles} == {"maker_1 maker_pool"}
+    assert config.maker_roles == ["actor", "rollout", "critic"] and config.trainer_roles == ["actor", "critic"]
     assert trainer.resource_pool_spec == {"trainer_2 trainer_pool": (1,)}
     sizes = trainer.data.train_batch_size, trainer.actor_rollout_ref.actor.ppo_mini_batch_size
     assert (*sizes, trainer.critic.ppo_mini_batch_size) == (4, 2, 2)
     assert (maker.data.train_batch_size, maker.actor_rollout_ref.actor.ppo_mini_batch_size) == (12, 6)
-    assert sum(sum(size) for size in all_pools(config).resource_pool_spec.values()) == 2 * 2 + 3 * 1
+    assert sum(sum(size) for size in config.with_all_pools().resource_pool_spec.values()) == 2 * 2 + 3 * 1
 
 
 @pytest.mark.parametrize(
@@ -114,12 +106,12 @@ def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computati
     config = config_of(*ahead, *overrides)
     assert config.num_parts_of_step == num_parts
     three = ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]", "actor_rollout_ref.rollout.n=2"]
-    assert trainer_config(config_of(*ahead, *overrides, *three), "trainer_2").num_parts_of_step == num_parts
+    assert config_of(*ahead, *overrides, *three).of_trainer("trainer_2").num_parts_of_step == num_parts
 
 
 def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():
     config = config_of("algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo")
-    assert maker_roles(config) == ["rollout"] and trainer_roles(config) == ["actor"]
+    assert config.maker_roles == ["rollout"] and config.trainer_roles == ["actor"]
 
 
 def test_a_plugins_maker_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():

@@ -232,8 +232,7 @@ def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
     """Fills in the number of steps of the run; raises ValueError if the critic's warm-up leaves none for the actor."""
     sampler = EpochSampler(num_prompts, config.data.train_batch_size)
     steps = config.trainer.total_training_steps or sampler.num_batches_per_epoch * config.trainer.total_epochs
-    trainer = config.trainer.model_copy(update={"total_training_steps": steps})
-    config = config.model_copy(update={"trainer": trainer})
+    config = config.updated({"trainer.total_training_steps": steps})
     for problem in critic_warmup_leaves_steps_for_the_actor(config):
         raise ValueError(problem)
     return config

@@ -248,9 +248,7 @@ class PPOConfig(RunConfig):
         """The reward models of this run, with all their settings."""
         first = self.reward_model
         return ({Role.RewardModel.value: first} if first.enable else {}) | {
-            name: first.model_copy(
-                update={"model": first.model.model_copy(update={"path": own.path}), "weight": own.weight}
-            )
+            name: first.updated({"model.path": own.path, "weight": own.weight})
             for name, own in self.reward_models.items()
         }
 

@@ -1,7 +1,8 @@
 """The configuration of detached training: that of PPO and a few keys more, and what of it each side reads."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -11,7 +12,9 @@ from verl_like.trainer.config.rules import broken_rules, updates_split_evenly
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
-ConfigT = TypeVar("ConfigT", bound=ConfigModel)
+TRAINED = (Role.Actor, Role.Critic)
+DIVIDED = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
+"""Numbers of prompts of which each trainer has an equal part."""
 
 
 class DetachedBlock(ConfigModel):
@@ -64,13 +67,63 @@ class DetachedConfig(PPOConfig):
         is_same = actor.ppo_epochs == 1 and (is_one_schedule or not self.needs_critic)
         return self.data.train_batch_size // actor.ppo_mini_batch_size if self.detached.max_staleness and is_same else 1
 
+    @property
+    def maker_names(self) -> list[str]:
+        return [f"maker_{index}" for index in range(self.detached.num_makers)]
+
+    @property
+    def trainer_names(self) -> list[str]:
+        return [f"trainer_{index}" for index in range(self.detached.num_trainers)]
+
+    @property
+    def maker_roles(self) -> list[str]:
+        """All but the actor, which a maker needs only where it computes log-probabilities."""
+        return [role for role in self.active_roles if role != Role.Actor or self.needs_old_log_probs]
+
+    @property
+    def trainer_roles(self) -> list[str]:
+        return [role for role in self.active_roles if role in TRAINED]
+
+    @property
+    def num_prompts_at_a_time(self) -> int:
+        """Most prompts that a maker has in flight."""
+        num_makers = self.detached.num_makers
+        return self.detached.experience_batch_size or -(-self.data.train_batch_size // num_makers)
+
+    def of_maker(self, name: str) -> Self:
+        """What this maker reads. Copies of actor and critic run where the rollout does; the engine never sleeps."""
+        on_rollout_pool = dict.fromkeys(TRAINED, self.role_mapping[Role.Rollout])
+        key = "actor_rollout_ref.rollout.free_cache_engine"
+        config = self.updated({"role_mapping": self.role_mapping | on_rollout_pool, key: False})
+        return config._with_own_pools(name, self.maker_roles)
+
+    def of_trainer(self, name: str) -> Self:
+        """What this trainer reads: its part of every batch."""
+        parts = {key: attrgetter(key)(self) // self.detached.num_trainers for key in DIVIDED}
+        return self.updated(parts)._with_own_pools(name, self.trainer_roles)
+
+    def with_all_pools(self) -> Self:
+        """With the pools of all makers and trainers, by which they are checked against a machine."""
+        sides = [self.of_maker(name) for name in self.maker_names]
+        sides += [self.of_trainer(name) for name in self.trainer_names]
+        pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
+        first = {role: "trainer_0" if role in TRAINED else "maker_0" for role in self.role_mapping}
+        mapping = {role: f"{first[role]} {pool}" for role, pool in self.role_mapping.items()}
+        return self.updated({"resource_pool_spec": pools, "role_mapping": mapping})
+
+    def _with_own_pools(self, side: str, roles: Sequence[str]) -> Self:
+        """With the pools of these roles alone, each under a name of its own."""
+        mapping = {role: f"{side} {pool}" for role, pool in self.role_mapping.items()}
+        own = {mapping[role]: self.resource_pool_spec[self.role_mapping[role]] for role in roles}
+        return self.updated({"role_mapping": mapping, "resource_pool_spec": own})
+
 
 def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     """A sentence for each rule that the configuration breaks."""
     if problems := list(broken_rules(config)):
         yield from problems
         return
-    detached, algorithm, data = config.detached, config.algorithm, config.data
+    detached, algorithm = config.detached, config.algorithm
     if config.trainer.pipeline_depth:
         yield "trainer.pipeline_depth=1 is of the synchronous trainer; set detached.max_staleness=1 instead"
     if algorithm.filter_groups.enable:
@@ -116,19 +169,12 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         )
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and detached.num_makers > 1:
         yield "algorithm.kl_ctrl.type=adaptive follows the KL of all samples, and a maker sees only its own; set fixed"
-    uneven = [
-        (key, number)
-        for key, number, is_used in (
-            ("data.train_batch_size", data.train_batch_size, True),
-            ("actor_rollout_ref.actor.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size, True),
-            ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size, config.needs_critic),
-        )
-        if is_used and number % detached.num_trainers
-    ]
-    for key, number in uneven:
+    used = [key for key in DIVIDED if config.needs_critic or not key.startswith("critic")]
+    uneven = {key: number for key in used if (number := attrgetter(key)(config)) % detached.num_trainers}
+    for key, number in uneven.items():
         yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
     if not uneven:
-        for problem in updates_split_evenly(trainer_config(config, "trainer")):
+        for problem in updates_split_evenly(config.of_trainer("trainer")):
             yield f"for each of {detached.num_trainers} trainers, which take equal parts: {problem}"
 
 
@@ -162,74 +208,3 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
             "actor_rollout_ref.rollout.name=vllm_async has no steps of a token, between which "
             "detached.update_in_flight=true looks for newer weights; set vllm"
         )
-
-
-TRAINED = (Role.Actor, Role.Critic)
-
-
-def maker_config(config: DetachedConfig, name: str) -> DetachedConfig:
-    """What the maker `name` reads. Copies of actor and critic run where the rollout does; the engine never sleeps."""
-    on_rollout_pool = dict.fromkeys(TRAINED, config.role_mapping[Role.Rollout])
-    config = updated(config, {"role_mapping": config.role_mapping | on_rollout_pool})
-    return _with_own_pools(config, name, maker_roles(config), {"actor_rollout_ref.rollout.free_cache_engine": False})
-
-
-def trainer_config(config: DetachedConfig, name: str) -> DetachedConfig:
-    """What the trainer `name` reads: its part of every batch."""
-    sizes = {
-        "data.train_batch_size": config.data.train_batch_size,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
-        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
-    }
-    parts = {key: size // config.detached.num_trainers for key, size in sizes.items()}
-    return _with_own_pools(config, name, trainer_roles(config), parts)
-
-
-def maker_roles(config: DetachedConfig) -> list[str]:
-    """All but the actor, which a maker needs only where it computes log-probabilities."""
-    return [role for role in config.active_roles if role != Role.Actor or config.needs_old_log_probs]
-
-
-def trainer_roles(config: DetachedConfig) -> list[str]:
-    return [role for role in config.active_roles if role in TRAINED]
-
-
-def maker_names(config: DetachedConfig) -> list[str]:
-    return [f"maker_{index}" for index in range(config.detached.num_makers)]
-
-
-def trainer_names(config: DetachedConfig) -> list[str]:
-    return [f"trainer_{index}" for index in range(config.detached.num_trainers)]
-
-
-def all_pools(config: DetachedConfig) -> DetachedConfig:
-    """The configuration with the pools of all makers and trainers, by which they are checked against a machine."""
-    sides = [maker_config(config, name) for name in maker_names(config)]
-    sides += [trainer_config(config, name) for name in trainer_names(config)]
-    pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
-    first = {role: "trainer_0" if role in TRAINED else "maker_0" for role in config.role_mapping}
-    mapping = {role: f"{first[role]} {pool}" for role, pool in config.role_mapping.items()}
-    return updated(config, {"resource_pool_spec": pools, "role_mapping": mapping})
-
-
-def num_prompts_at_a_time(config: DetachedConfig) -> int:
-    detached = config.detached
-    return detached.experience_batch_size or -(-config.data.train_batch_size // detached.num_makers)
-
-
-def _with_own_pools(
-    config: DetachedConfig, side: str, roles: Sequence[str], values: Mapping[str, Any]
-) -> DetachedConfig:
-    """The configuration with the pools of these roles alone, each under a name of its own, and with other values."""
-    mapping = {role: f"{side} {pool}" for role, pool in config.role_mapping.items()}
-    own = {mapping[role]: config.resource_pool_spec[config.role_mapping[role]] for role in roles}
-    return updated(config, {**values, "role_mapping": mapping, "resource_pool_spec": own})
-
-
-def updated(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
-    """The configuration with other values of some keys, given by their full path."""
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        value = updated(getattr(config, name), {rest: value}) if rest else value
-        config = config.model_copy(update={name: value})
-    return config

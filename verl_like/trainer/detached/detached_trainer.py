@@ -18,7 +18,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
-from verl_like.trainer.detached.config import DetachedConfig, trainer_config, trainer_roles, updated
+from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 from verl_like.trainer.detached.side import ModelFn, PushedWeights, Side, remote, side_named, start_models
 from verl_like.trainer.experience_maker import Experience
@@ -34,7 +34,7 @@ from verl_like.workers.planning.flops import ModelCost
 def trainer_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
     """The workers of a trainer: actor and critic of the synchronous run, which are always the built-in ones."""
     mapping = build_role_worker_mapping(config, own_classes={})
-    return {role: mapping[role] for role in trainer_roles(config)}
+    return {role: mapping[role] for role in config.trainer_roles}
 
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
@@ -58,7 +58,7 @@ class DetachedPPOTrainer(Side):
         pools: ResourcePoolManager | None = None,
     ) -> None:
         super().__init__(config, model_fn, pools)
-        self.config, self.maker_names = trainer_config(config, self.name), experience_maker_holder_name_list
+        self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
         self.env_info, self.index = env_info, 0 if env_info is None else env_info.index
         self.metrics: deque[dict[str, Metric]] = deque()
         """What the makers measured since the last training step."""
@@ -73,7 +73,7 @@ class DetachedPPOTrainer(Side):
         """
         if train_epochs is not None:
             epochs = {f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")}
-            self.config = updated(self.config, epochs)
+            self.config = self.config.updated(epochs)
         with self.recorder.timer("starting"):
             self.start()
         self.push()

@@ -19,7 +19,7 @@ from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
-from verl_like.trainer.detached.config import TRAINED, DetachedConfig, maker_config, maker_roles, num_prompts_at_a_time
+from verl_like.trainer.detached.config import TRAINED, DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import (
     POLL_S,
@@ -54,7 +54,7 @@ def maker_models(
 ) -> dict[str, RayClassWithInitArgs]:
     """The workers of a maker: of those of the synchronous run its roles, with copies in place of actor and critic."""
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
-    own = {role: mapping[role] for role in maker_roles(config)}
+    own = {role: mapping[role] for role in config.maker_roles}
     for role in own.keys() & copies.keys():
         arguments = inspect.signature(copies[role]).parameters
         kwargs = {name: value for name, value in mapping[role].kwargs.items() if name in arguments}
@@ -123,7 +123,7 @@ class ExperienceMakerHolder(Side):
         pools: ResourcePoolManager | None = None,
     ) -> None:
         super().__init__(config, model_fn, pools)
-        self.config, self.trainer_names = maker_config(config, self.name), detached_trainer_name_list
+        self.config, self.trainer_names = config.of_maker(self.name), detached_trainer_name_list
         self.validates = validates
         self.cleanup = contextlib.ExitStack()
         self.version = -1
@@ -173,7 +173,7 @@ class ExperienceMakerHolder(Side):
             self.load_newest_weights()
             if self.version > before and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
-            limit = num_prompts_at_a_time(self.config) - len(self.in_flight)
+            limit = self.config.num_prompts_at_a_time - len(self.in_flight)
             if (is_due := self.validation_is_due()) and not self.in_flight and not self.ended:
                 self.validate()
             elif is_due or (num_steps is not None and done >= num_steps):

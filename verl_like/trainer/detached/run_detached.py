@@ -18,17 +18,7 @@ from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
 from verl_like.single_controller.ray.resource_pool import RayResourcePool, reserve
-from verl_like.trainer.detached.config import (
-    DetachedConfig,
-    all_pools,
-    maker_config,
-    maker_names,
-    maker_roles,
-    trainer_config,
-    trainer_names,
-    trainer_roles,
-    updated,
-)
+from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
@@ -77,9 +67,9 @@ def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack)
             "not call: there it may change the maker alone"
         )
     with contextlib.ExitStack() as until_checked:
-        inputs = check_inputs(all_pools(config), until_checked)
+        inputs = check_inputs(config.with_all_pools(), until_checked)
     steps = inputs.config.trainer.total_training_steps
-    return replace(inputs, config=updated(config, {"trainer.total_training_steps": steps}), scorer=None)
+    return replace(inputs, config=config.updated({"trainer.total_training_steps": steps}), scorer=None)
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
@@ -103,7 +93,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     # Makers check their inputs again. With the address they leave out what is of a Ray that is started on this machine.
     address = ray.get_runtime_context().gcs_address
     values = {"trainer.default_local_dir": str(recorder.run_dir), "ray_kwargs.ray_init.address": address}
-    config: Any = updated(inputs.config, values)
+    config: Any = inputs.config.updated(values)
     run = DetachedRun(config, recorder)
     run.start()
     recorder.console.start_training(config.trainer.total_training_steps or 0)
@@ -120,14 +110,13 @@ class DetachedRun:
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config, self.recorder = config, recorder
-        self.maker_names, self.trainer_names = maker_names(config), trainer_names(config)
-        makers = {name: (maker_config(config, name), maker_roles(config)) for name in self.maker_names}
-        trainers = {name: (trainer_config(config, name), trainer_roles(config)) for name in self.trainer_names}
+        makers = {name: (config.of_maker(name), config.maker_roles) for name in config.maker_names}
+        trainers = {name: (config.of_trainer(name), config.trainer_roles) for name in config.trainer_names}
         self.pools = {name: build_resource_pools(*side) for name, side in (trainers | makers).items()}
         self.actors: dict[str, Any] = {}
         self.loops: dict[str, Any] = {}
         """The reference to each maker's and trainer's loop, as long as it runs."""
-        self.restarts_left = Counter(dict.fromkeys(self.maker_names, config.detached.max_restarts))
+        self.restarts_left = Counter(dict.fromkeys(config.maker_names, config.detached.max_restarts))
         self.reports: dict[str, SideReport] = {}
         """The last report of each side."""
         self.rows: dict[int, list[Mapping[str, Metric]]] = defaultdict(list)
@@ -150,26 +139,26 @@ class DetachedRun:
         host, count = ray.util.get_node_ip_address(), detached.num_trainers
         if count > 1:  # where the processes of all trainers meet; it lives as long as this object
             self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        for index, name in enumerate(self.trainer_names):
+        for index, name in enumerate(config.trainer_names):
             env_info = JointTrainer(index, count, host, self.store.port) if count > 1 else None
             actor = trainer_class.options(name=name, num_cpus=0).remote(
-                config, self.maker_names, env_info=env_info, pools=self.pools[name]
+                config, config.maker_names, env_info=env_info, pools=self.pools[name]
             )
             self.actors[name] = actor
             self.loops[name] = actor.fit.remote(steps, detached.update_steps)
-        for name in self.maker_names:
+        for name in config.maker_names:
             self.start_maker(name)
 
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop; the first one validates."""
-        validates = name == self.maker_names[0]
+        validates = name == self.config.maker_names[0]
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
-            trainer = self.pools[self.trainer_names[0]].resource_pool_dict.values()
+            trainer = self.pools[self.config.trainer_names[0]].resource_pool_dict.values()
             check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
-            self.config, self.trainer_names, validates=validates, pools=self.pools[name]
+            self.config, self.config.trainer_names, validates=validates, pools=self.pools[name]
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()
@@ -192,7 +181,7 @@ class DetachedRun:
             cause = error.cause
             if isinstance(cause, RewardError):
                 raise cause from None
-            if isinstance(cause, WorkerDied) and cause.role in {*self.trainer_names, LEDGER}:
+            if isinstance(cause, WorkerDied) and cause.role in {*self.config.trainer_names, LEDGER}:
                 name = cause.role  # another side's death ended the loop
             if not isinstance(cause, WorkerError | CallTimeout):
                 cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
@@ -219,7 +208,7 @@ class DetachedRun:
         for event in report.events:
             self.recorder.timeline.record(event)
         for step, metrics in report.rows:
-            if name in self.maker_names:
+            if name in self.config.maker_names:
                 self.recorder.log_validation(metric_values(metrics), step)
             else:
                 self.log_step(step, metrics)
@@ -227,7 +216,7 @@ class DetachedRun:
     def log_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Writes a step's metrics once all trainers have done it."""
         self.rows[step].append(metrics)
-        if len(self.rows[step]) < len(self.trainer_names):
+        if len(self.rows[step]) < len(self.config.trainer_names):
             return
         values = metric_values(merge_metrics([dict(row) for row in self.rows.pop(step)]))
         counts = ask(LEDGER, "counts", timeout=ANSWER_S)
@@ -310,7 +299,7 @@ class DetachedRun:
     def finish(self) -> None:
         """Validates with the last weights, and shows what became of every prompt."""
         steps = self.config.trainer.total_training_steps
-        self.loops = {name: self.actors[name].finish.remote(steps) for name in self.maker_names}
+        self.loops = {name: self.actors[name].finish.remote(steps) for name in self.config.maker_names}
         self.restarts_left.clear()
         self.watch()
         counts = ask(LEDGER, "counts", timeout=ANSWER_S)
