@@ -1,6 +1,5 @@
 """Faults of detached training: what a side loses is made again, or the run ends and says who failed."""
 
-import os
 import re
 import signal
 import time
@@ -21,7 +20,7 @@ from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer import worker_template
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
-from verl_like.trainer.detached.side import PushedWeights, SideRecorder, SideReport
+from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 
 pytestmark = pytest.mark.ray
 REWARD = """
@@ -146,8 +145,8 @@ def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest
         def status(self) -> str:
             return ""
 
-        def report(self) -> SideReport:
-            return SideReport([], [], 0.0, [], ray.util.get_node_ip_address(), os.getpid())
+        def report(self) -> SideRecorder:
+            return SideRecorder("trainer_0")
 
     run = object.__new__(run_detached.DetachedRun)
     run.actors, run.pools = {"trainer_0": Stopped.remote()}, {"trainer_0": ResourcePoolManager({}, {})}

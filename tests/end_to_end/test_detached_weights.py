@@ -17,6 +17,7 @@ from verl_like.protocol import Part
 from verl_like.single_controller.failure import WorkerDied, WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.shard import ForwardedFuture
+from verl_like.trainer.detached.config import DetachedBlock, DetachedConfig
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, maker_models
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 
@@ -45,7 +46,8 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
 ):
     shared_memory = "actor_rollout_ref.rollout.weight_transport=shared_memory"
     with local_trainer(tmp_path, tiny_llama, *SETTINGS, shared_memory) as trainer:
-        models = maker_models(trainer.config, trainer.role_worker_mapping)
+        config = DetachedConfig.model_construct(**dict(trainer.config), detached=DetachedBlock())
+        models = maker_models(config, trainer.role_worker_mapping)
         groups = {role: LocalWorkerGroup(models[role], role=role) for role in ("actor", "critic")}
         for group in groups.values():
             group.init_model()

@@ -329,9 +329,7 @@ class ExperienceMakerHolder(Side):
         return self.validates and (passed if version > 0 else trainer.val_before_train and self.validated < version)
 
     def validate(self) -> None:
-        """If this maker is the one that does: validates with the weights that it has, for the next report."""
-        if not self.validates:
-            return
+        """Validates with the weights that this maker has, for the next report."""
         self.run.global_step = self.validated = self.version
         with self.recorder.timer("testing"):
             metrics = {name: Metric.mean(value) for name, value in self.run.validate().items()}
@@ -341,6 +339,6 @@ class ExperienceMakerHolder(Side):
         """After the loop: takes the last weights and validates with them, unless that was done."""
         self.load_newest_weights()
         assert self.version == version, (self.version, version)
-        if self.config.trainer.test_freq > 0 and self.validated != version:
+        if self.validates and self.config.trainer.test_freq > 0 and self.validated != version:
             self.validate()
         self.cleanup.close()

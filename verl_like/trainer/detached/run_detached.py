@@ -22,7 +22,7 @@ from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
-from verl_like.trainer.detached.side import LEDGER, SideReport, ask, side_died
+from verl_like.trainer.detached.side import LEDGER, SideRecorder, ask, side_died
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -117,7 +117,7 @@ class DetachedRun:
         self.loops: dict[str, Any] = {}
         """The reference to each maker's and trainer's loop, as long as it runs."""
         self.restarts_left = Counter(dict.fromkeys(config.maker_names, config.detached.max_restarts))
-        self.reports: dict[str, SideReport] = {}
+        self.reports: dict[str, SideRecorder] = {}
         """The last report of each side."""
         self.rows: dict[int, list[Mapping[str, Metric]]] = defaultdict(list)
         """The metrics of a step by those trainers that have done it."""
@@ -196,7 +196,7 @@ class DetachedRun:
         """Writes what happened on a side since the last time."""
         timeout = ANSWER_S if name in self.reports else START_DEADLINE_S
         try:
-            report: SideReport = ask(name, "report", timeout=timeout)
+            report: SideRecorder = ask(name, "report", timeout=timeout)
         except (CallTimeout, WorkerDied) as error:
             self.failed(name, error)
             return

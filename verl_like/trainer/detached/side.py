@@ -7,9 +7,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -42,34 +42,24 @@ class PushedWeights:
     exports: Mapping[str, ForwardedFuture]
 
 
-@dataclass(frozen=True)
-class SideReport:
-    """What happened on a side since the last report."""
-
-    events: Sequence[CallEvent]
-    rows: Sequence[tuple[int, Mapping[str, Metric]]]
-    """(training step, metrics) of a trainer, (version, metrics) of a maker's validations."""
-    waited_s: float
-    """Seconds so far in which it waited for other sides."""
-    placement: Sequence[dict[str, str]]
-    """Where its workers are, see `placement_rows`; empty until they have started."""
-    node: str
-    pid: int
-
-
 @dataclass
 class SideRecorder:
-    """Stands for the run's recorder on a side, whose record the run collects."""
+    """Stands for the run's recorder on a side. The run collects what happened since its last report."""
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
     rows: deque[tuple[int, Mapping[str, Metric]]] = field(default_factory=deque)
+    """(training step, metrics) of a trainer, (version, metrics) of a maker's validations."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the driver so far."""
+    waited_s: float = 0.0
+    """Seconds so far in which it waited for other sides."""
     placement: list[dict[str, str]] = field(default_factory=list)
+    """Where its workers are, see `placement_rows`; empty until they have started."""
+    node: str = field(default_factory=ray.util.get_node_ip_address)
+    pid: int = field(default_factory=os.getpid)
     status: str = "starting"
     since: float = field(default_factory=time.time)
-    waited_s: float = 0.0
     thread: int = 0
     """Of the side's loop, which measures the phases."""
 
@@ -94,13 +84,12 @@ class SideRecorder:
     def show_generations(self, *_: Any) -> None:
         """Of a validation; a run shows its metrics alone."""
 
-    def report(self) -> SideReport:
+    def report(self) -> "SideRecorder":
         """What was recorded since the last report."""
         # The loop may add to them meanwhile.
-        events = [self.events.popleft() for _ in range(len(self.events))]
-        rows = [self.rows.popleft() for _ in range(len(self.rows))]
-        node = ray.util.get_node_ip_address()
-        return SideReport(events, rows, self.waited_s, self.placement, node, os.getpid())
+        events = deque(self.events.popleft() for _ in range(len(self.events)))
+        rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
+        return replace(self, events=events, rows=rows, seconds={})
 
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
@@ -154,7 +143,7 @@ class Side:
         self.pushed: PushedWeights | None = None
 
     @ray.method(concurrency_group="status")
-    def report(self) -> SideReport:
+    def report(self) -> SideRecorder:
         """What happened since the last report; an actor that does not answer is stopped or dead."""
         return self.recorder.report()
 
