@@ -94,13 +94,20 @@ def put_and_read(batch: DataProto) -> DataProto:
     return fetch([COLUMN_STORE.put(batch)], 60)[0]
 
 
-def test_columns_that_an_earlier_ray_of_this_process_had_are_put_again(request: pytest.FixtureRequest):
+@pytest.fixture(scope="module")
+def batch_of_an_earlier_ray() -> DataProto:
     batch = DataProto.from_dict({"responses": ones(ROWS, LENGTH)})
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     put_and_read(batch)
     ray.shutdown()
-    request.getfixturevalue("ray_cluster")  # this test is the file's first one
-    assert put_and_read(batch).equal(batch)
+    return batch
+
+
+# The file's first test: no Ray may run before its first fixture.
+def test_columns_that_an_earlier_ray_of_this_process_had_are_put_again(
+    batch_of_an_earlier_ray: DataProto, ray_cluster: None
+):
+    assert put_and_read(batch_of_an_earlier_ray).equal(batch_of_an_earlier_ray)
 
 
 def test_a_column_of_any_kind_that_was_written_into_is_put_again(ray_cluster: None):
