@@ -1,12 +1,12 @@
 """Planning: micro-batches by a token budget, and shares of equal work, against verl's and OpenRLHF's seqlen_balancing.
 
 Sequences of four length laws, 128 to 16,384 of them, one thread. Of every plan it is checked that it has each row once,
-equal sizes where asked, and for micro-batches no more tokens than the budget (a peer's violations are counted).
+shares of equal size, and for micro-batches no more tokens than the budget (a peer's violations are counted).
 
 Limits: micro-batches, max(ceil(tokens / budget), rows longer than half the budget); shares, greatest / mean = 1. The
 bins of first-fit decreasing are counted by a plain implementation here. A peer that did not finish a law within
-SECONDS_LIMIT is not asked for larger plans of it: verl's micro-batches take 10 s at 512 rows and up to 90 s, its shares
-of any size 8 s at 8,192. OpenRLHF's shares are a copy of verl's.
+SECONDS_LIMIT is not asked for larger plans of it: verl's micro-batches take 10 s at 512 rows and up to 90 s. OpenRLHF's
+shares are a copy of verl's.
 """
 
 import math
@@ -94,33 +94,26 @@ def compare_micro_batches(report: Report, contest: Contest) -> None:
 
 
 def compare_shares(report: Report, contest: Contest) -> None:
-    worst = {False: -100.0, True: -100.0}
+    worst = -100.0
     for rows, parts in SHARES:
-        for equal_size in (False, True):
-            kind = "equal" if equal_size else "any"
-            milliseconds: dict[str, list[float]] = {}
-            unevenness: dict[str, list[float]] = {}
-            for law in LAWS:
-                tokens_B = lengths(law, rows)
-                found = contest.plans(
-                    (f"shares of {kind} size", law), "shares", law=law, rows=rows, parts=parts, equal_size=equal_size
-                )
-                for name, plans in found.items():
-                    if equal_size:
-                        assert set(plans[0]["sizes"]) == {rows // parts}
-                    loads = checked_loads(plans[0], tokens_B)
-                    milliseconds.setdefault(name, []).append(1e3 * statistics.median(p["seconds"] for p in plans))
-                    unevenness.setdefault(name, []).append(float(100 * (loads.max() / loads.mean() - 1)))
-                    if name == "verl":
-                        worst[equal_size] = max(worst[equal_size], unevenness["ours"][-1] - unevenness["verl"][-1])
-            for name, values in milliseconds.items():
-                what = f"{parts} shares of {rows} rows, {kind} size, {name}, {len(values)} laws"
-                ratio = statistics.median(values) / statistics.median(milliseconds["ours"])
-                report.row(what, "ms", values, **({} if name == "ours" else {"ratio": ratio}))
-                report.row(what, "% above the mean", unevenness[name])
-    for equal_size, value in worst.items():
-        kind = "equal" if equal_size else "any"
-        report.target(f"shares of {kind} size, max/mean above verl's, the worst case", value / 100, "<=", 0.0005)
+        milliseconds: dict[str, list[float]] = {}
+        unevenness: dict[str, list[float]] = {}
+        for law in LAWS:
+            tokens_B = lengths(law, rows)
+            found = contest.plans(("shares of equal size", law), "shares", law=law, rows=rows, parts=parts)
+            for name, plans in found.items():
+                assert set(plans[0]["sizes"]) == {rows // parts}
+                loads = checked_loads(plans[0], tokens_B)
+                milliseconds.setdefault(name, []).append(1e3 * statistics.median(p["seconds"] for p in plans))
+                unevenness.setdefault(name, []).append(float(100 * (loads.max() / loads.mean() - 1)))
+                if name == "verl":
+                    worst = max(worst, unevenness["ours"][-1] - unevenness["verl"][-1])
+        for name, values in milliseconds.items():
+            what = f"{parts} shares of {rows} rows, equal size, {name}, {len(values)} laws"
+            ratio = statistics.median(values) / statistics.median(milliseconds["ours"])
+            report.row(what, "ms", values, **({} if name == "ours" else {"ratio": ratio}))
+            report.row(what, "% above the mean", unevenness[name])
+    report.target("shares of equal size, max/mean above verl's, the worst case", worst / 100, "<=", 0.0005)
 
 
 def checked_loads(plan: dict[str, Any], tokens_B: np.ndarray) -> np.ndarray:

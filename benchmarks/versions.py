@@ -73,9 +73,7 @@ def planner(sides: Callable, compare: Callable, show: Callable) -> None:
     both = sides("planner_ours.py")
     for law in ("log-normal", "above half"):
         compare(f"micro-batches of 8192 rows, {law}", both, 9, "micro_batches", law=law, rows=8192, limit=60.0)
-    compare(
-        "64 shares of 8192 rows", both, 5, "shares", law="log-normal", rows=8192, parts=64, equal_size=True, limit=60.0
-    )
+    compare("64 shares of 8192 rows", both, 5, "shares", law="log-normal", rows=8192, parts=64, limit=60.0)
     close(both)
 
 

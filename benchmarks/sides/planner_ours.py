@@ -12,9 +12,9 @@ def micro_batches(law: str, rows: int, limit: float) -> dict[str, Any]:
     return timed(lambda: pack_into_micro_batches(own, BUDGET), limit)
 
 
-def shares(law: str, rows: int, parts: int, equal_size: bool, limit: float) -> dict[str, Any]:
+def shares(law: str, rows: int, parts: int, limit: float) -> dict[str, Any]:
     own = lengths(law, rows).tolist()
-    return timed(lambda: balance(own, parts, equal_size=equal_size), limit)
+    return timed(lambda: balance(own, parts), limit)
 
 
 if __name__ == "__main__":

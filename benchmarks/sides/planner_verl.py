@@ -20,9 +20,9 @@ def micro_batches(law: str, rows: int, limit: float) -> dict[str, Any]:
     return timed(lambda: rearrange_micro_batches(batch, BUDGET)[1], limit)
 
 
-def shares(law: str, rows: int, parts: int, equal_size: bool, limit: float) -> dict[str, Any]:
+def shares(law: str, rows: int, parts: int, limit: float) -> dict[str, Any]:
     own = lengths(law, rows).tolist()
-    return timed(lambda: get_seqlen_balanced_partitions(own, parts, equal_size), limit)
+    return timed(lambda: get_seqlen_balanced_partitions(own, parts, equal_size=True), limit)
 
 
 if __name__ == "__main__":

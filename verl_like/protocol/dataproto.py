@@ -180,8 +180,9 @@ class DataProto(Batch):
             return iter(())
         # Always its own generator: a DataLoader draws from torch's global one even when it does not shuffle.
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
-        loader = DataLoader(
-            cast(Any, self), batch_size=mini_batch_size, collate_fn=_identity, generator=generator, **options
+        # `__getitems__` gives a mini-batch as a whole, so there is nothing to collate.
+        loader: DataLoader[Any] = DataLoader(
+            cast(Any, self), mini_batch_size, collate_fn=lambda rows: rows, generator=generator, **options
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -263,7 +264,3 @@ class DataProto(Batch):
         arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = merge.union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)
-
-
-def _identity(rows: Any) -> Any:
-    return rows

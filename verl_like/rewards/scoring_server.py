@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +32,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
     """
     _die_with_the_driver(parent_pid)
     os.set_inheritable(socket_fd, False)
-    connection, runner = Connection(socket_fd), asyncio.Runner()
+    connection, loop = Connection(socket_fd), asyncio.new_event_loop()
     spec, timeout_s = connection.recv()
     problem = None
     try:
@@ -54,17 +53,19 @@ def serve(socket_fd: int, parent_pid: int) -> None:
         started = time.time()
         # Says where a function hangs, on standard error, just before the driver stops this process.
         faulthandler.dump_traceback_later(0.9 * timeout_s, file=_STANDARD_ERROR)
-        answer = _score(reward_fn, runner, sample)
+        answer = _score(reward_fn, loop, sample)
         faulthandler.cancel_dump_traceback_later()
         ran = {"ran": [os.getpid(), started, time.time()]}
         connection.send_bytes(json.dumps(answer | ran).encode())
 
 
-def _score(reward_fn: functools.partial[Any], runner: asyncio.Runner, sample: dict[str, Any]) -> dict[str, Any]:
+def _score(
+    reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: dict[str, Any]
+) -> dict[str, Any]:
     try:
         result = reward_fn(**sample)
         if inspect.isawaitable(result):
-            result = runner.run(_wait_for(result))
+            result = loop.run_until_complete(result)
         return _checked(result)
     except BaseException as error:  # custom code: even SystemExit is an error of this sample
         problem = f"{type(error).__name__}: {error}{_place(error, reward_fn)}"
@@ -111,10 +112,6 @@ def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     last = (own or frames)[-1:]
     return "".join(f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last)
-
-
-async def _wait_for(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _die_with_the_driver(parent_pid: int) -> None:

@@ -155,10 +155,6 @@ class BoundMethod:
     def __init__(self, group: WorkerGroup, spec: MethodSpec, method: Callable[..., Any]) -> None:
         self.group, self.spec, self.method = group, spec, method
         self._signature = inspect.signature(method)
-        self.__name__, self.__doc__ = spec.name, method.__doc__
-
-    def __repr__(self) -> str:
-        return f"<{self.group.role}.{self.spec.name} {self.spec.dispatch_mode.name} on {self.group.world_size} ranks>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The collected value if the method was registered blocking, its future otherwise."""

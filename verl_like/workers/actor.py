@@ -24,7 +24,10 @@ BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
 
 class ScoringWorker(ActorRolloutRefWorker):
-    """One rank of the policy that computes old log-probabilities: an `ActorWorker` or a copy of it."""
+    """One rank of the policy that computes old log-probabilities: an `ActorWorker` or a copy of it.
+
+    `with_sum_pi_squared` says whether `compute_log_prob` writes the column `sum_pi_squared`.
+    """
 
     def __init__(
         self, config: ActorRolloutRefConfig, shares_device: bool = False, with_sum_pi_squared: bool = False
@@ -57,11 +60,7 @@ class ScoringWorker(ActorRolloutRefWorker):
 class ActorWorker(ScoringWorker, TrainedWorker):
     """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
 
-    Args:
-        config: settings of the policy in all its roles.
-        total_training_steps: steps that train the actor, for a learning rate that depends on them.
-        shares_device: whether a rollout engine takes memory of the device in turn.
-        with_sum_pi_squared: whether `compute_log_prob` writes the column `sum_pi_squared`.
+    `total_training_steps` are those that train the actor.
     """
 
     def __init__(

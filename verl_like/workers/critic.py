@@ -17,7 +17,10 @@ BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
 
 class ValueWorker(ModelWorker):
-    """One rank of the critic that computes values: a `CriticWorker` or a copy of it."""
+    """One rank of the critic that computes values: a `CriticWorker` or a copy of it.
+
+    `seed`, the run's, is for a new value head; `weight_transport` is that of the rollout.
+    """
 
     model_class = ValueModel
     model_key = "critic.model"
@@ -50,13 +53,7 @@ class ValueWorker(ModelWorker):
 class CriticWorker(ValueWorker, TrainedWorker):
     """One rank of the critic. Subclasses change the model in `build_model` and the objective in `value_loss`.
 
-    Args:
-        config: settings of the critic.
-        seed: the run's seed, for a new value head.
-        rollout_n: responses to each prompt of a mini-batch.
-        total_training_steps: training steps of the run, for a learning rate that depends on them.
-        shares_device: whether a rollout engine takes memory of the device in turn.
-        weight_transport: how its weights reach copies, as `rollout.weight_transport`.
+    `rollout_n` are the responses to each prompt of a mini-batch.
     """
 
     def __init__(

@@ -84,13 +84,7 @@ class ProcessHandles:
         # Ends at the first failure of any rank, also while others still run or wait for it in a collective.
         with contextlib.suppress(RayError):
             return ray.get([*references, *results], timeout=max(0.0, timeout))  # Ray aborts if it is negative
-        values = self._wait_for_each(references, role, method, deadline, timeout)
-        return values + ray.get(list(results), timeout=READY_S)
-
-    def _wait_for_each(
-        self, references: Sequence[Any], role: str, method: str, deadline: float, timeout: float
-    ) -> list[Any]:
-        """Looks at every rank: which failed, died or is late."""
+        # Something failed or is late: each rank says what.
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
@@ -113,7 +107,7 @@ class ProcessHandles:
             elif pending and now >= deadline:
                 late = sorted(rank_of[reference] for reference in pending)
                 raise CallTimeout(role, method, timeout, f"rank(s) {late} of {len(references)}")
-        return [values[rank] for rank in range(len(references))]
+        return [values[rank] for rank in range(len(references))] + ray.get(list(results), timeout=READY_S)
 
     def stop(self, reason: Exception) -> None:
         """Kill every process of the group."""

@@ -23,16 +23,14 @@ class TrainingEngine(Protocol):
     """`cpu` or `cuda`."""
     dtype: str
     """Name of the torch dtype in which the layers compute."""
+    sequence_parallel_size: int
+    """Ranks that hold the same rows and share their tokens."""
     hf_config: PretrainedConfig
     """The model's own configuration."""
     cost: ModelCost
     """FLOPs of a forward pass."""
     training_steps: int
     """Training steps done, by which the learning rate goes."""
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that hold the same rows and share their tokens."""
 
     @property
     def lr(self) -> float:

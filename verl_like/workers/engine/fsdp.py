@@ -71,6 +71,7 @@ class FsdpEngine(TrainingEngine):
         self.training = training
         self.total_training_steps = total_training_steps
         self.dtype = fsdp.dtype
+        self.sequence_parallel_size = sequence_parallel_size
         self.mesh, batch_mesh = build_mesh(device, fsdp.fsdp_size, sequence_parallel_size)
         # A rank that holds all parameters gathers nothing: freeing its layers would save it little.
         self.reshard = fsdp.reshard_after_forward and self.mesh["shard"].size() > 1
@@ -147,10 +148,6 @@ class FsdpEngine(TrainingEngine):
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        return 1 if self.exchange is None else self.exchange.size
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         packed = pack(rows)

@@ -77,32 +77,22 @@ def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least
     return [micro_batches[index] for index in heaviest_first.tolist()]
 
 
-def balance(work: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: bool) -> list[list[int]]:
-    """Shares of about the same work: the row indices of each of `num_parts`, ascending.
+def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> np.ndarray:
+    """Shares of as many rows each and about the same work: (num_parts, B / num_parts) int64 row indices, ascending.
 
     The better of two starts, the differencing method (Karmarkar & Karp 1982) on groups of `num_parts` rows and the
     longest first (Graham 1969), then exchanges of rows between heavy and light shares.
 
     Args:
         work: (B,) work of each row, in any unit, not negative.
-        num_parts: shares to make.
-        equal_size: whether every share has the same number of rows; if they do not divide, ValueError.
+        num_parts: shares to make, a divisor of B.
     """
-    num_rows = len(work)
-    if equal_size and num_rows % num_parts:
-        raise ValueError(f"{num_rows} rows do not divide into {num_parts} shares of the same size.")
-    num_rows_per_part = -(-num_rows // num_parts)
-    # Row number B stands for no row: it fills shares up to one width, and a row that is exchanged for it moves.
-    work_B1 = np.append(np.asarray(work, dtype=np.float64), 0.0)
-    longest_first = _longest_first(work_B1[:-1].tolist(), num_parts, num_rows_per_part if equal_size else num_rows)
-    width = max(map(len, longest_first))
-    filled = np.array([rows + [num_rows] * (width - len(rows)) for rows in longest_first])
-    starts = [_differencing(work_B1, num_parts, num_rows_per_part), filled]
-    shares = min(starts, key=lambda table: work_B1[table].sum(1).max())
-    if not equal_size:
-        shares = np.pad(shares, ((0, 0), (0, 1)), constant_values=num_rows)
-    _exchange(shares, work_B1)
-    return [sorted(row for row in rows if row < num_rows) for rows in shares.tolist()]
+    work_B = np.asarray(work, dtype=np.float64)
+    longest_first = _longest_first(work_B.tolist(), num_parts, len(work_B) // num_parts)
+    starts = [_differencing(work_B, num_parts), np.array(longest_first)]
+    shares = min(starts, key=lambda table: work_B[table].sum(1).max())
+    _exchange(shares, work_B)
+    return np.sort(shares, axis=1)
 
 
 def balanced_rank_order(work_B: Sequence[float] | np.ndarray, num_mini_batch_rows: int, world_size: int) -> np.ndarray:
@@ -127,8 +117,7 @@ def balanced_rank_order(work_B: Sequence[float] | np.ndarray, num_mini_batch_row
     work_B = np.asarray(work_B)
     order = np.empty((world_size, num_rows // num_mini_batch_rows, share), dtype=np.int64)
     for index, first in enumerate(range(0, num_rows, num_mini_batch_rows)):
-        parts = balance(work_B[first : first + num_mini_batch_rows], world_size, equal_size=True)
-        order[:, index] = first + np.sort(parts, axis=1)
+        order[:, index] = first + balance(work_B[first : first + num_mini_batch_rows], world_size)
     return order.reshape(-1)
 
 
@@ -201,17 +190,15 @@ def _longest_first(work: Sequence[float], num_parts: int, max_rows: int | None =
     return parts
 
 
-def _differencing(work_B1: np.ndarray, num_parts: int, num_rows_per_part: int) -> np.ndarray:
+def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
     """(parts, rows per part): of each group of rows that are next in size one goes to each part.
 
     The two groups whose parts differ most are joined, the heaviest part of one with the lightest of the other, until
     one is left.
     """
-    order = np.argsort(-work_B1[:-1], kind="stable")
-    filled = np.append(order, np.full(num_parts * num_rows_per_part - len(order), len(order)))
     groups = []
-    for number, rows in enumerate(filled.reshape(num_rows_per_part, num_parts)):
-        loads = work_B1[rows]  # of the parts, the heaviest first
+    for number, rows in enumerate(np.argsort(-work_B, kind="stable").reshape(-1, num_parts)):
+        loads = work_B[rows]  # of the parts, the heaviest first
         groups.append((loads[-1] - loads[0], number, loads, rows[:, None]))
     heapq.heapify(groups)
     while len(groups) > 1:
@@ -225,13 +212,13 @@ def _differencing(work_B1: np.ndarray, num_parts: int, num_rows_per_part: int) -
     return groups[0][3]
 
 
-def _exchange(shares: np.ndarray, work_B1: np.ndarray) -> None:
+def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
     """Makes the work of `shares`, a table of row numbers, more even, in place.
 
     Each round pairs the heavier half of the shares with the lighter half, the heaviest with the lightest in the first
     and with another one in each later round. A pair swaps the two rows that bring it closest to equal work.
     """
-    loads = work_B1[shares].sum(1)
+    loads = work_B[shares].sum(1)
     half, best, stale = len(shares) // 2, loads.max(), 0
     stride = 1 + shares.shape[1] // _WIDTH
     for number in range(_ROUNDS):
@@ -241,7 +228,7 @@ def _exchange(shares: np.ndarray, work_B1: np.ndarray) -> None:
         heavy, light = heaviest_first[:half], np.roll(heaviest_first[::-1][:half], -number)
         looked_at = slice(number % stride, None, stride)
         gap = loads[heavy] - loads[light]
-        moved = work_B1[shares[heavy, looked_at]][:, :, None] - work_B1[shares[light, looked_at]][:, None, :]
+        moved = work_B[shares[heavy, looked_at]][:, :, None] - work_B[shares[light, looked_at]][:, None, :]
         nearest = np.abs(moved - gap[:, None, None] / 2).reshape(half, -1).argmin(1)
         mine, theirs = np.divmod(nearest, moved.shape[2])
         moved = moved[np.arange(half), mine, theirs]

@@ -3,20 +3,19 @@
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import GenerationConfig
 
-from verl_like.protocol import PAD_COLUMN, DataProto, Metric
+from verl_like.protocol import DataProto, Metric
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
-from verl_like.workers.rollout.batch import assemble, prompt_uids, strip_padding
+from verl_like.workers.rollout.batch import assemble, is_real, prompt_uids
 from verl_like.workers.rollout.request import (
     Completion,
     GenerationRequest,
@@ -241,51 +240,9 @@ class RolloutEngine(ABC):
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; let them end before a batch, or abort.")
         requests = self.requests_for(prompts)
-        is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
-        uids = {row: uid for row, uid in enumerate(prompt_uids(prompts)) if not is_pad_B[row]}
-        completions = yield from self._run_batch(requests, uids if self.is_collect else {})
-        return self.batch_of(prompts, list(completions.values()))
-
-    def requests_for(self, prompts: DataProto) -> dict[tuple[int, int], GenerationRequest]:
-        """The requests of a batch of prompts, see `stream_sequences`, by the prompt's row and the response's number."""
-        if "global_steps" not in prompts.meta_info:
-            raise ValueError(
-                f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
-            )
-        uids = prompt_uids(prompts)
-        validate = bool(prompts.meta_info.get("validate", False))
-        sampling, n = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
-        step = int(prompts.meta_info["global_steps"])
-        token_lists = strip_padding(prompts)
-        return {
-            (row, k): GenerationRequest(
-                f"row {row} (uid {uid}), sample {k}",
-                token_lists[row],
-                request_seed(self.seed, step, validate, uid, k),
-                sampling,
-            )
-            for row, uid in enumerate(uids)
-            for k in range(n)
-        }
-
-    def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-        """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""
-        n = len(completions) // len(prompts)
-        is_real_B = ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
-        num_cached = sum(each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n])
-        num_prompt_tokens = n * int(prompts.batch["attention_mask"][is_real_B].sum())
-        output = assemble(
-            prompts, completions, response_length=self.config.response_length, pad_token_id=self.pad_token_id
-        )
-        hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
-        output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
-        return output
-
-    def _run_batch(
-        self, requests: Mapping[tuple[int, int], GenerationRequest], reported_uids: Mapping[int, str]
-    ) -> Generator[list[FinishedSample], None, dict[tuple[int, int], Completion]]:
-        """Computes requests, by row and sample; yields those that ended of the rows in `reported_uids`, returns all."""
         keys = {request.name: key for key, request in requests.items()}
+        is_told_B = is_real(prompts) & self.is_collect
+        uids = prompts.non_tensor_batch["uid"]
         completions: dict[tuple[int, int], Completion] = {}
         finished: list[FinishedSample] = []
         last_yield = time.monotonic()
@@ -295,14 +252,49 @@ class RolloutEngine(ABC):
                 for name, completion in ended:
                     row, k = keys[name]
                     completions[row, k] = completion
-                    if row in reported_uids:
-                        finished.append(FinishedSample(reported_uids[row], k, completion.token_ids))
+                    if is_told_B[row]:
+                        finished.append(FinishedSample(str(uids[row]), k, completion.token_ids))
                 if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
                     yield finished
                     finished, last_yield = [], time.monotonic()
         finally:  # a call that fails or is closed early leaves no request to the next one
             self.abort(keys)
-        return {key: completions[key] for key in requests}
+        return self.batch_of(prompts, [completions[key] for key in requests])
+
+    def requests_for(self, prompts: DataProto) -> dict[tuple[int, int], GenerationRequest]:
+        """The requests of a batch of prompts, see `stream_sequences`, by the prompt's row and the response's number."""
+        if "global_steps" not in prompts.meta_info:
+            raise ValueError(
+                f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
+            )
+        validate = bool(prompts.meta_info.get("validate", False))
+        sampling, n = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
+        step = int(prompts.meta_info["global_steps"])
+        mask_BP = prompts.batch["attention_mask"].bool()
+        token_lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], mask_BP, strict=True)]
+        return {
+            (row, k): GenerationRequest(
+                f"row {row} (uid {uid}), sample {k}",
+                token_lists[row],
+                request_seed(self.seed, step, validate, uid, k),
+                sampling,
+            )
+            for row, uid in enumerate(prompt_uids(prompts))
+            for k in range(n)
+        }
+
+    def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
+        """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""
+        n = len(completions) // len(prompts)
+        is_real_B = is_real(prompts)
+        num_cached = sum(each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n])
+        num_prompt_tokens = n * int(prompts.batch["attention_mask"][is_real_B].sum())
+        output = assemble(
+            prompts, completions, response_length=self.config.response_length, pad_token_id=self.pad_token_id
+        )
+        hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
+        output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
+        return output
 
     def _require_weights(self) -> None:
         if self.policy_version is None:

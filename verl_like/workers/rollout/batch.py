@@ -1,5 +1,6 @@
 """A batch of prompts as token lists, and responses as a batch."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,8 +24,7 @@ def prompt_uids(prompts: DataProto) -> list[str]:
             f"{sorted(prompts.non_tensor_batch)}."
         )
     uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    is_pad_B = prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool)).tolist()
-    counts = Counter(uid for uid, is_pad in zip(uids, is_pad_B, strict=True) if not is_pad)
+    counts = Counter(itertools.compress(uids, is_real(prompts)))
     if repeated := [uid for uid, count in counts.items() if count > 1]:
         raise ValueError(
             f"generate_sequences got several rows of the prompts {repeated}, which would draw the same responses; give "
@@ -33,10 +33,9 @@ def prompt_uids(prompts: DataProto) -> list[str]:
     return uids
 
 
-def strip_padding(prompts: DataProto) -> list[list[int]]:
-    """Each prompt's tokens without the padding on its left."""
-    mask_BP = prompts.batch["attention_mask"].bool()
-    return [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], mask_BP, strict=True)]
+def is_real(prompts: DataProto) -> torch.Tensor:
+    """(B,) bool, False on padding rows."""
+    return ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
 
 
 def assemble(

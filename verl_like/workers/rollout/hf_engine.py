@@ -17,7 +17,7 @@ from transformers import (
 
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, fingerprint_tensor, iterate_weights
+from verl_like.workers.weight_sync import WeightExport, fingerprint_tensor, iterate_weights
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
 
@@ -88,7 +88,7 @@ class HfEngine(RolloutEngine):
         self._batches: list[_Batch] = []
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self.wake_up()
+        self.model.to(self.device)  # from where `_sleep` left it
         self._waiting.extend(requests)
 
     def _has_work(self) -> bool:
@@ -148,14 +148,9 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
-        self.wake_up()
+        self.model.to(self.device)
         parameters = dict(self.model.named_parameters())
         for name, tensor in iterate_weights(exports):
-            if name not in parameters or parameters[name].shape != tensor.shape:
-                known = parameters[name].shape if name in parameters else sorted(parameters)
-                raise WeightSyncError(
-                    f"The model has no parameter {name} of shape {tuple(tensor.shape)}; it has {known}."
-                )
             parameters[name].copy_(tensor)
         if self.config.kv_after_update == "recompute":
             for batch in self._batches:
@@ -169,9 +164,6 @@ class HfEngine(RolloutEngine):
             self.model.to("cpu")
             if self.device == "cuda":
                 torch.cuda.empty_cache()  # what torch keeps for itself, the training process cannot use
-
-    def wake_up(self) -> None:
-        self.model.to(self.device)
 
 
 def _draw(

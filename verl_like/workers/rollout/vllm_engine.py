@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
-from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
+from verl_like.workers.rollout.request import Completion, GenerationRequest
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer.nccl import init_info
 
@@ -183,7 +183,21 @@ class VllmEngine(RolloutEngine):
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
         if self.config.kv_after_update == "keep":
             prompt["cache_salt"] = str(self._num_loads)  # blocks of other weights are not found
-        return request.name, prompt, sampling_params(request.sampling, request.seed)
+        sampling = request.sampling
+        parameters = vllm.SamplingParams(
+            seed=request.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone say what ends a response
+            logprobs=0,  # of the drawn token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+        return request.name, prompt, parameters
 
     def _step(self) -> list[tuple[str, Completion]]:
         finished = [request for request in self.llm.llm_engine.step() if request.finished]
@@ -210,7 +224,9 @@ class VllmEngine(RolloutEngine):
         buckets = [bucket for export in exports for bucket in export.buckets]
         self.llm.update_weights(WeightTransferUpdateRequest({"dtype": exports[0].dtype, "buckets": buckets}))
         self.llm.finish_weight_update(weight_version=str(version))
-        self.wake_up()
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
         self._num_loads += 1
         if self.config.kv_after_update == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -233,11 +249,6 @@ class VllmEngine(RolloutEngine):
             self._given_back = torch.cuda.mem_get_info()[0] - free_before
             self._asleep = True
 
-    def wake_up(self) -> None:
-        if self._asleep:
-            self.llm.wake_up()
-            self._asleep = False
-
 
 def require_room(free: int, total: int, needed: int) -> None:
     """Raises ValueError unless `needed` bytes are free on a device of `total` bytes, so that the engine can wake up."""
@@ -248,24 +259,6 @@ def require_room(free: int, total: int, needed: int) -> None:
             f"state and the like hold {(total - free) / 1e9:.1f} GB. Lower rollout.gpu_memory_utilization by at least "
             f"{(needed - free) / total:.2f}, use more GPUs, or set fsdp_config.optimizer_offload or param_offload."
         )
-
-
-def sampling_params(sampling: Sampling, seed: int) -> Any:
-    import vllm
-
-    return vllm.SamplingParams(
-        seed=seed,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids alone say what ends a response
-        logprobs=0,  # of the drawn token only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-    )
 
 
 def completion(request: Any) -> Completion:
