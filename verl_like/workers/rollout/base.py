@@ -73,8 +73,7 @@ class RolloutEngine(ABC):
         self.world_size = world_size
         self.seed = seed
         self.device = device
-        self.dp_rank = rank // size
-        self.tp_rank = rank % size
+        self.dp_rank, self.tp_rank = divmod(rank, size)
         self.is_collect = self.tp_rank == 0
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.eos_token_ids, self.pad_token_id = special_token_ids(model)

@@ -162,8 +162,7 @@ class HfEngine(RolloutEngine):
     def _sleep(self) -> None:
         if self.config.free_cache_engine:
             self.model.to("cpu")
-            if self.device == "cuda":
-                torch.cuda.empty_cache()  # what torch keeps for itself, the training process cannot use
+            torch.cuda.empty_cache()  # what torch keeps for itself, the training process cannot use
 
 
 def _draw(
