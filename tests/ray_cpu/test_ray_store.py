@@ -95,19 +95,21 @@ def put_and_read(batch: DataProto) -> DataProto:
 
 
 @pytest.fixture(scope="module")
-def batch_of_an_earlier_ray() -> DataProto:
+def batch_of_an_earlier_ray() -> list[DataProto]:
+    """In a list, from which a test takes it: the store keeps the columns of what is alive."""
     batch = DataProto.from_dict({"responses": ones(ROWS, LENGTH)})
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     put_and_read(batch)
     ray.shutdown()
-    return batch
+    return [batch]
 
 
 # The file's first test: no Ray may run before its first fixture.
 def test_columns_that_an_earlier_ray_of_this_process_had_are_put_again(
-    batch_of_an_earlier_ray: DataProto, ray_cluster: None
+    batch_of_an_earlier_ray: list[DataProto], ray_cluster: None
 ):
-    assert put_and_read(batch_of_an_earlier_ray).equal(batch_of_an_earlier_ray)
+    batch = batch_of_an_earlier_ray.pop()
+    assert put_and_read(batch).equal(batch)
 
 
 def test_a_column_of_any_kind_that_was_written_into_is_put_again(ray_cluster: None):
