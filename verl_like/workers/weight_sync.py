@@ -209,7 +209,7 @@ def _pack_bucket(
     names, shapes, tensors = zip(*parameters, strict=True)
     data = np.empty(0, np.uint8)
     if allocate:
-        pieces = [tensor.reshape(-1) for tensor in tensors]
+        pieces = list(map(torch.ravel, tensors))
         on_gpu = pieces[0].is_cuda
         sizes = [piece.numel() for piece in pieces]
         # Always a copy: the trainer goes on writing into its parameters. One call for all, since a model has thousands.
