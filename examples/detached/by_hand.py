@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.start import start_ray
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -20,7 +21,9 @@ from verl_like.trainer.detached.config import DetachedConfig, broken_detached_ru
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, PromptLoader
+from verl_like.trainer.ppo_inputs import load_dataset
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout_worker import RolloutWorker
 
@@ -50,7 +53,10 @@ def main(overrides: list[str]) -> None:
     start_ray(None, config.ray_kwargs.ray_init.num_cpus)
 
     def data_loader_fn() -> PromptLoader:
-        return PromptLoader(config)
+        data, tokenizer = config.data, load_tokenizer(config.actor_rollout_ref.model)
+        prompts = load_dataset(config, tokenizer, "train")
+        sampler = EpochSampler(len(prompts), data.train_batch_size, seed=config.trainer.seed, shuffle=data.shuffle)
+        return PromptLoader(prompts, sampler)
 
     ledger_class, trainer_class, maker_class = ray.remote(PromptLedger), DetachedPPOTrainer, ExperienceMakerHolder
     ledger: Any = ledger_class.options(name="ledger", num_cpus=0).remote(

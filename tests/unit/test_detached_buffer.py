@@ -162,14 +162,12 @@ def test_a_trainer_that_waits_gets_what_stands_behind_the_limit():
     assert result() == [1, 2, 3]
 
 
-def test_parts_of_groups_and_a_buffer_without_room_are_refused():
+def test_parts_of_groups_are_refused():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=2)
     tickets = ledger.take("maker", 0, 2)
     with pytest.raises(ValueError, match="5 rows are not whole groups of 2 tickets"):
         buffer.extend("maker", tickets, groups(tickets, 0, 0)[:5], 5)
-    with pytest.raises(ValueError, match="the limit of a buffer is 0 groups"):
-        ExperienceBuffer(ledger, trainer=0, limit=0)
 
 
 def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():

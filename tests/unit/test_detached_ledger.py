@@ -153,20 +153,6 @@ def test_a_maker_that_is_given_its_prompt_again_is_refused_the_old_attempt():
     assert deliver(ledger, "a", [second], 0) == [0]
 
 
-def test_dropped_prompts_are_counted_by_reason_and_replaced():
-    ledger = PromptLedger(num_steps=1, batch_size=3, detached=DetachedBlock())
-    ledger.take("a", 0, 3)
-    ledger.drop("b", [(1, 0)], "not_its_own")
-    ledger.drop("a", [(0, 0), (2, 0)], "equal_rewards")
-    ledger.drop("a", [(1, 0)], "prompt_too_long")
-    ledger.drop("a", [(1, 0)], "prompt_too_long")
-    assert ledger.take("a", 0, 9) == [Ticket(3, 0, 0), Ticket(4, 0, 0), Ticket(5, 0, 0)]
-    assert ledger.counts() == {
-        **{"trained": 0, "training": 0, "in_buffer": 0, "in_flight": 3, "again": 0},
-        **{"dropped/equal_rewards": 2, "dropped/prompt_too_long": 1, "not_started": 0},
-    }
-
-
 def test_routing_is_in_turn_or_to_the_emptiest_buffer():
     def given(routing: str) -> list[int]:
         ledger = PromptLedger(
@@ -250,9 +236,7 @@ class World:
         dice.shuffle(maker.held)
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()
-            if dice.random() < 0.05:
-                ledger.drop(maker.name, [(ticket.number, ticket.attempt)], "unlucky")
-            elif ledger.deliver(maker.name, [(ticket.number, ticket.attempt, oldest)]):
+            if ledger.deliver(maker.name, [(ticket.number, ticket.attempt, oldest)]):
                 assert ticket.number not in self.age, "kept twice"
                 self.age[ticket.number] = oldest
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config
-from verl_like.trainer.ppo_workers import max_colocate_count
+from verl_like.trainer.ppo_workers import build_resource_pools
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/placement.md").read_text()
@@ -79,7 +79,7 @@ def test_the_layouts_have_as_many_gpus_and_engines_as_the_page_says():
         config = with_all_roles(*overrides)
         assert config.num_processes_of_run == gpus
         assert config.num_processes("rollout") // config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
-        assert max_colocate_count(config) == 1, "a GPU has one process"
+        assert build_resource_pools(config).max_colocate_count == 1, "a GPU has one process"
 
 
 @pytest.mark.parametrize(("theirs", "here", "pools"), rows())

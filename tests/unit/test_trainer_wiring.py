@@ -87,11 +87,11 @@ def test_a_role_without_a_class_of_its_own_is_a_plain_worker_with_the_whole_conf
 
 
 def test_training_roles_share_a_process_and_the_rollout_has_its_own():
-    assert ppo_workers.max_colocate_count(config_of()) == 2
+    assert ppo_workers.build_resource_pools(config_of()).max_colocate_count == 2
     split = ["placement=split", "trainer.n_gpus_per_node=4"]
     own_pools = ["role_mapping.rollout=rollout_pool", "resource_pool_spec.rollout_pool=[1]"]
-    assert ppo_workers.max_colocate_count(config_of(*split)) == 2
-    assert ppo_workers.max_colocate_count(config_of(*split, *own_pools)) == 1
+    assert ppo_workers.build_resource_pools(config_of(*split)).max_colocate_count == 2
+    assert ppo_workers.build_resource_pools(config_of(*split, *own_pools)).max_colocate_count == 1
 
 
 def test_epochs_count_whole_batches_unless_the_number_of_steps_is_given():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_like.single_controller.ray.cluster import assign
-from verl_like.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -76,20 +76,18 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
     return worker_class
 
 
-def max_colocate_count(config: PPOConfig, roles: Sequence[str] | None = None) -> int:
-    """The most worker groups on one pool: training roles share a process, the rollout engine has its own."""
-    roles = roles or config.active_roles
-    pools = [pool for pool, _ in process_groups({role: config.role_mapping[role] for role in roles})]
-    return max(pools.count(pool) for pool in pools)
-
-
 def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) -> ResourcePoolManager:
-    """The pools of the configuration for its active roles or only some of them."""
+    """The pools of the configuration for its active roles or only some of them.
+
+    Training roles of a pool are one worker group, since they share a process, and the rollout engine is another.
+    """
+    mapping = {role: config.role_mapping[role] for role in roles or config.active_roles}
+    pools = [pool for pool, _ in process_groups(mapping)]
     return ResourcePoolManager(
         {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
-        {role: config.role_mapping[role] for role in roles or config.active_roles},
+        mapping,
         use_gpu=config.trainer.device == "cuda",
-        max_colocate_count=max_colocate_count(config, roles),
+        max_colocate_count=max(pools.count(pool) for pool in pools),
     )
 
 
@@ -120,15 +118,11 @@ def start_groups(
 
 def check_pools_fit_this_machine(config: PPOConfig) -> None:
     """Raises ValueError with the sums unless the pools fit on the one node of a Ray that is started here."""
-    use_gpu = config.trainer.device == "cuda"
     node: dict[str, float] = {
         "CPU": config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1,
-        "GPU": torch.cuda.device_count() if use_gpu else 0,
+        "GPU": torch.cuda.device_count() if config.trainer.device == "cuda" else 0,
     }
-    pools = [
-        RayResourcePool(list(processes), use_gpu, name, max_colocate_count(config))
-        for name, processes in config.resource_pool_spec.items()
-    ]
+    pools = list(build_resource_pools(config).resource_pool_dict.values())
     entries = [entry for pool in pools for entry in pool.node_requests()]
     if assign(entries, {"here": node}) is not None:
         return

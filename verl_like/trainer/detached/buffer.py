@@ -24,8 +24,6 @@ class ExperienceBuffer:
     """
 
     def __init__(self, ledger: PromptLedger, trainer: int, limit: int) -> None:
-        if limit < 1:
-            raise ValueError(f"the limit of a buffer is {limit} groups; it has to hold at least one")
         self.ledger, self.trainer, self.limit = ledger, trainer, limit
         self._groups: dict[int, tuple[DataProto, int, int]] = {}  # by its number: what came with it, and its rows there
         self._changed = threading.Condition()

@@ -14,13 +14,12 @@ from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.failure import WorkerDied
 from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
-from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
-from verl_like.trainer.detached.side import ModelFn, PushedWeights, Side, remote, side_named, start_models
+from verl_like.trainer.detached.side import ModelFn, PushedWeights, Side, remote, side_named
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.metrics import batch_metrics
@@ -29,12 +28,6 @@ from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
-
-
-def trainer_models(config: DetachedConfig) -> dict[str, RayClassWithInitArgs]:
-    """The workers of a trainer: actor and critic of the synchronous run, which are always the built-in ones."""
-    mapping = build_role_worker_mapping(config, own_classes={})
-    return {role: mapping[role] for role in config.trainer_roles}
 
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
@@ -125,13 +118,16 @@ class DetachedPPOTrainer(Side):
     def start(self) -> None:
         """Starts the workers and loads the models."""
         config = self.config
-        mapping = dict((self.model_fn or trainer_models)(config))
+        synchronous = build_role_worker_mapping(config, own_classes={})  # of TRAINED there are no other classes
+        built_in = {role: synchronous[role] for role in config.trainer_roles}
+        mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
         self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
         self.learner = Learner(config, self.groups, config.detached.max_staleness)
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
-        start_models(self.groups)
+        for future in [group.init_model.remote() for group in self.groups.values()]:
+            future.get()
         self.recorder.placement = placement_rows(placement)
 
     @ray.method(concurrency_group="buffer")

@@ -131,13 +131,6 @@ class PromptLedger:
             if self._is_with(maker, number, attempt):
                 self._open[number].version = max(self._open[number].version, version)
 
-    def drop(self, maker: str, tickets: Sequence[tuple[int, int]], reason: str) -> None:
-        """(number, attempt) that the maker gives up; other prompts take their places, so that every step is full."""
-        for number, attempt in tickets:
-            if self._is_with(maker, number, attempt):
-                self._live[self._open.pop(number).trainer] -= 1
-                self._dropped[reason] += 1
-
     def lost(self, maker: str) -> None:
         """The maker died: what it started and did not deliver is given out again, or dropped after the last attempt."""
         for number in [n for n, entry in self._open.items() if entry.maker == maker and entry.arrival is None]:

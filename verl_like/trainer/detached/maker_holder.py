@@ -1,13 +1,13 @@
 """A maker of detached training: prompts in, experience out to the trainers, with the weights that they push."""
 
 import contextlib
-import functools
 import inspect
 import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -21,25 +21,14 @@ from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
-from verl_like.trainer.detached.side import (
-    POLL_S,
-    ModelFn,
-    PushedWeights,
-    Side,
-    ask,
-    remote,
-    side_died,
-    side_named,
-    start_models,
-)
+from verl_like.trainer.detached.side import POLL_S, ModelFn, PushedWeights, Side, ask, remote, side_died, side_named
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
-from verl_like.trainer.ppo_inputs import check_inputs, load_dataset
+from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import get_trainer
 from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
-from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.weight_sync import StaleWeightsError
 
 STEPS_BETWEEN_UPDATES = 16
@@ -73,21 +62,12 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker]) -> None:
         )
 
 
+@dataclass
 class PromptLoader:
-    """Prompts by their number in the order of the run; those of the configuration are read when they are first needed,
-    unless `dataset` gives them.
-    """
+    """Prompts by their number in the order of the run."""
 
-    def __init__(self, config: DetachedConfig, dataset: PromptDataset | None = None) -> None:
-        self.config, self.dataset = config, dataset
-
-    @functools.cached_property
-    def sampler(self) -> EpochSampler:
-        config = self.config
-        if self.dataset is None:
-            self.dataset = load_dataset(config, load_tokenizer(config.actor_rollout_ref.model), "train")
-        size, seed = config.data.train_batch_size, config.trainer.seed
-        return EpochSampler(len(self.dataset), size, seed=seed, shuffle=config.data.shuffle)
+    dataset: PromptDataset
+    sampler: EpochSampler
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """The prompts of some tickets, (B,) for those of each training step, whose number seeds the sampling."""
@@ -156,9 +136,10 @@ class ExperienceMakerHolder(Side):
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker))
-        start_models(self.run.groups)
+        for future in [group.init_model.remote() for group in self.run.groups.values()]:
+            future.get()
         self.recorder.placement = placement_rows(self.run.placement)
-        return PromptLoader(self.config, inputs.train_dataset)
+        return PromptLoader(self.run.train_dataset, self.run.sampler)
 
     def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:
         """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how often."""

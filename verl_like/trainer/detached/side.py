@@ -21,7 +21,6 @@ from verl_like.single_controller.failure import CallTimeout, WorkerDied
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
-from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.detached.config import DetachedConfig
 
 LEDGER = "ledger"
@@ -151,9 +150,3 @@ class Side:
     def status(self) -> str:
         """What this side does now, and the stack of its loop."""
         return self.recorder.status_and_stack()
-
-
-def start_models(groups: Mapping[str, WorkerGroup]) -> None:
-    """Loads the models of all groups at the same time."""
-    for future in [group.init_model.remote() for group in groups.values()]:
-        future.get()
