@@ -123,8 +123,7 @@ def report(tmp_path, **changes) -> str:
         "placement": [{"pool": "a", "roles": "actor"}],
         "generations": [],
         "config": "trainer: {}",
-        "charts": PPO_DISPLAY.charts,
-        "histograms": PPO_DISPLAY.histograms,
+        "display": PPO_DISPLAY,
     } | changes
     write_report(tmp_path / "report.html", **arguments)
     return (tmp_path / "report.html").read_text()

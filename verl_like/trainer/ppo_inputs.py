@@ -21,7 +21,7 @@ from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
-from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_actor
+from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_actor, sequence_parallel
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory import require_memory
 from verl_like.trainer.object_store import check_object_store, step_bytes
@@ -30,7 +30,7 @@ from verl_like.trainer.ppo_workers import (
     check_pools_fit_this_machine,
     import_worker_class,
 )
-from verl_like.trainer.roles import reward_model_key
+from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
@@ -194,12 +194,10 @@ def check_models(config: PPOConfig) -> None:
             )
     for key, model in models.items():
         pretrained.fetch_weights(model, key=key)
-    policy_part = "actor_rollout_ref.actor", config.actor_rollout_ref.actor
     for key, hf_config in configs.items():
         if not key.startswith("reward_model"):
-            name, part = ("critic", config.critic) if key == "critic.model" else policy_part
-            size = part.ulysses_sequence_parallel_size
-            require_shares_of_heads(hf_config, size, f"{name}.ulysses_sequence_parallel_size")
+            size_key, size = sequence_parallel(config, Role.Critic if key == "critic.model" else Role.Actor)
+            require_shares_of_heads(hf_config, size, size_key)
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

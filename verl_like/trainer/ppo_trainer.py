@@ -77,7 +77,6 @@ class RayPPOTrainer:
         self.load_weights(self.learner.export_weights())
 
     def build_maker(self) -> ExperienceMaker:
-        """The maker of this run's experience."""
         config = self.config
         worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
@@ -92,7 +91,6 @@ class RayPPOTrainer:
         )
 
     def build_learner(self) -> Learner:
-        """The learner of this run's policy and critic."""
         return Learner(self.config, self.groups, self.config.trainer.pipeline_depth)
 
     def start_groups(self) -> dict[str, WorkerGroup]:
@@ -128,7 +126,6 @@ class RayPPOTrainer:
                         self.save()
 
     def next_prompts(self) -> DataProto:
-        """The next batch of prompts."""
         epoch, rows = self.sampler.batch(self.num_prompt_batches)
         self.num_prompt_batches += 1
         prompts = self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)

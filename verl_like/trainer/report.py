@@ -3,7 +3,6 @@
 import html
 import io
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+
+from verl_like.trainer.display import Display
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -47,12 +48,12 @@ def write_report(
     placement: list[dict[str, str]],
     generations: list[dict[str, Any]],
     config: str,
-    charts: Sequence[tuple[str, tuple[str, ...], str]],
-    histograms: Sequence[tuple[str, str, str]],
+    display: Display,
 ) -> None:
     """Writes the report. `metrics` has one row a step (with "step"), `steps` the rows of some steps of the timeline."""
     text = {"title": html.escape(title), "summary": html.escape(summary), "config": html.escape(config)}
-    figures = [_chart(*chart, metrics) for chart in charts] + [_histogram(*one, metrics) for one in histograms]
+    figures = [_chart(*chart, metrics) for chart in display.charts]
+    figures += [_histogram(*histogram, metrics) for histogram in display.histograms]
     drawn = {"charts": "".join(figures), "timeline": _timeline(steps)}
     tables = {"speed": _speed(metrics), "placement": _table(placement), "generations": _table(generations)}
     path.write_text(PAGE.format(**text, **drawn, **tables))
@@ -94,7 +95,6 @@ def _histogram(title: str, name: str, label: str, metrics: list[dict[str, float]
 
 
 def _timeline(steps: list[list[dict[str, Any]]]) -> str:
-    """Bars of the steps' calls."""
     shown = [e for events in steps for e in events if e["finished"] - e["started"] > 1e-3]
     if not shown:
         return "<p>No step was finished.</p>"

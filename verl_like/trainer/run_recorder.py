@@ -115,8 +115,7 @@ class RunRecorder:
             placement=self.placement,
             generations=self.generations,
             config=to_yaml(self.config),
-            charts=self.display.charts,
-            histograms=self.display.histograms,
+            display=self.display,
         )
         self.console.say(f"\n{outcome}")
         for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):

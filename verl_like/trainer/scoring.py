@@ -195,7 +195,6 @@ class PendingScores:
         return self
 
     def _submit(self, token_ids: dict[int, list[int]]) -> None:
-        """Starts scoring the responses in some slots."""
         if not token_ids:
             return
         texts = self.scorer.tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=True)

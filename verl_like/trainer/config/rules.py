@@ -96,7 +96,7 @@ def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
         (Role.Rollout, "", "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
         (Role.Actor, "", "actor_rollout_ref.actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
         (Role.Critic, "", "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
-        *((role, f" ({role})", *_sequence_parallel(config, role)) for role in config.active_roles),
+        *((role, f" ({role})", *sequence_parallel(config, role)) for role in config.active_roles),
     ]
     for role, shown_role, key, size in sizes:
         if role in config.active_roles and size > 0 and (processes := config.num_processes(role)) % size:
@@ -126,7 +126,7 @@ def updates_split_evenly(config: PPOConfig) -> Iterator[str]:
 def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: int | None) -> Iterator[str]:
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     processes, pool = config.num_processes(role), config.role_mapping[role]
-    sequence_parallel_key, shared_by = _sequence_parallel(config, role)
+    sequence_parallel_key, shared_by = sequence_parallel(config, role)
     if processes % shared_by:
         return  # reported by sizes_divide_the_pool
     shares = processes // shared_by
@@ -177,7 +177,7 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
         is_active = config.reward_models_by_role if role == Role.RewardModel else role in config.active_roles
         is_used = is_active and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
         budget: int = attrgetter(key)(config)
-        sequence_parallel_key, shared_by = _sequence_parallel(config, role)
+        sequence_parallel_key, shared_by = sequence_parallel(config, role)
         if not is_used or budget * shared_by >= prompt + response or (budget, shared_by) in reported:
             continue
         reported.add((budget, shared_by))
@@ -344,7 +344,7 @@ OTHER_RULES = (
 )
 
 
-def _sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
+def sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
     """The key that sets how many ranks of a role share a sequence, and that number."""
     if role == Role.Critic:
         return "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size

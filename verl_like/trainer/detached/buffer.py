@@ -8,14 +8,6 @@ from verl_like.protocol import DataProto
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 
-class BufferFullError(TimeoutError):
-    """The trainer did not take groups in time, so that a maker could not hand over its own."""
-
-
-class TrainerStarvedError(TimeoutError):
-    """The makers did not deliver in time what a trainer needs."""
-
-
 class ExperienceBuffer:
     """Groups that wait for trainer number `trainer`, `limit` at most as long as it does not wait itself.
 
@@ -37,7 +29,7 @@ class ExperienceBuffer:
         """Takes in the groups of `tickets`: (len(tickets) * n,) rows in their order, the n of a ticket side by side.
 
         `meta_info` is not kept: it is of a call, and a step mixes the groups of several. The column `policy_version`
-        says how old each group is; its oldest token counts. Waits while the buffer is full; raises BufferFullError if
+        says how old each group is; its oldest token counts. Waits while the buffer is full; raises TimeoutError if
         the trainer took nothing for `deadline_s`. Returns the numbers that were kept; the others were given to another
         maker meanwhile.
         """
@@ -55,7 +47,7 @@ class ExperienceBuffer:
             if not self._changed.wait_for(
                 lambda: len(self) + len(tickets) <= self.limit or self._is_starving, timeout=deadline_s
             ):
-                raise BufferFullError(
+                raise TimeoutError(
                     f"the buffer of trainer {self.trainer} has held {len(self)} groups, {self.limit} at most, for "
                     f"{deadline_s:g} s: the trainer takes none, and {maker} waits with {len(tickets)} more"
                 )
@@ -70,14 +62,14 @@ class ExperienceBuffer:
         """Waits for `num_groups` groups for the step after `version`, as `PromptLedger.choose` says which.
 
         Several calls with one version take a step in parts. Returns their numbers, ascending, and their rows in that
-        order. Raises TrainerStarvedError, which names who holds them, if they did not come within `deadline_s`.
+        order. Raises TimeoutError, which names who holds them, if they did not come within `deadline_s`.
         """
         started = time.monotonic()
         with self._changed:
             while len(self) < num_groups or not (numbers := self.ledger.choose(self.trainer, version, num_groups)):
                 remaining_s = started + deadline_s - time.monotonic()
                 if remaining_s <= 0:
-                    raise TrainerStarvedError(
+                    raise TimeoutError(
                         f"trainer {self.trainer} needs {num_groups} groups for the step after version {version} "
                         f"and has {len(self)} after {deadline_s:g} s. In flight for it, by maker: "
                         f"{self.ledger.holders(self.trainer) or 'nothing, no maker has started any'}"

@@ -128,7 +128,6 @@ class DetachedRun:
         """Starts ledger, trainers and makers, and their loops."""
         config, detached = self.config, self.config.detached
         steps = config.trainer.total_training_steps
-        assert steps is not None  # filled in when the inputs were checked
         # Together, because one side could take the only node that has room for another.
         reserve([pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()])
         ledger_class: Any = ray.remote(PromptLedger)
@@ -151,14 +150,13 @@ class DetachedRun:
 
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop; the first one validates."""
-        validates = name == self.config.maker_names[0]
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
             trainer = self.pools[self.config.trainer_names[0]].resource_pool_dict.values()
             check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
-            self.config, self.config.trainer_names, validates=validates, pools=self.pools[name]
+            self.config, self.config.trainer_names, validates=name == self.config.maker_names[0], pools=self.pools[name]
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()

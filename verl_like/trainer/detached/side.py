@@ -83,13 +83,6 @@ class SideRecorder:
     def show_generations(self, *_: Any) -> None:
         """Of a validation; a run shows its metrics alone."""
 
-    def report(self) -> "SideRecorder":
-        """What was recorded since the last report."""
-        # The loop may add to them meanwhile.
-        events = deque(self.events.popleft() for _ in range(len(self.events)))
-        rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
-        return replace(self, events=events, rows=rows, seconds={})
-
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
         frame = sys._current_frames().get(self.thread)
@@ -144,7 +137,11 @@ class Side:
     @ray.method(concurrency_group="status")
     def report(self) -> SideRecorder:
         """What happened since the last report; an actor that does not answer is stopped or dead."""
-        return self.recorder.report()
+        recorder = self.recorder
+        # The loop may add to them meanwhile.
+        events = deque(recorder.events.popleft() for _ in range(len(recorder.events)))
+        rows = deque(recorder.rows.popleft() for _ in range(len(recorder.rows)))
+        return replace(recorder, events=events, rows=rows, seconds={})
 
     @ray.method(concurrency_group="status")
     def status(self) -> str:
