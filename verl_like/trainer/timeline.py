@@ -7,8 +7,6 @@ from typing import Any, TextIO
 from verl_like.single_controller import CallEvent
 from verl_like.trainer.display import Display
 
-NUM_SHOWN_STEPS = 3
-
 
 class Timeline:
     """Writes each `CallEvent` to `file` as a line of JSON; keeps those of this step and of the steps that the report
@@ -38,7 +36,7 @@ class Timeline:
         undisturbed = [
             rows for rows in steps if not any(r["is_validating"] or r["method"].startswith("save_") for r in rows)
         ]
-        return (undisturbed or steps)[-NUM_SHOWN_STEPS:]
+        return (undisturbed or steps)[-3:]
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds from the first rank's start to the last rank's end of each method that trained in this step."""
