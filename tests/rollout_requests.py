@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ipc_chunks import packed_chunks
 from transformers import DynamicCache, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from verl_like.protocol import DataProto
@@ -22,6 +23,7 @@ from verl_like.workers.rollout import (
     vllm_async_engine,
 )
 from verl_like.workers.weight_sync import WeightBucket, WeightExport
+from verl_like.workers.weight_transfer.direct import IpcTransport, receive_chunks
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
 
 SAMPLING = Sampling(temperature=0.9, top_k=-1, top_p=1.0, max_tokens=20, stop_token_ids=(1,))
@@ -190,6 +192,35 @@ def load_torn(engine: RolloutEngine, exports: list[WeightExport], num_loaded: in
     return load_changed(engine, exports, torn)
 
 
+def load_by_ipc(engine: RolloutEngine, exports: list[WeightExport], version: int) -> str:
+    """How far vLLM comes without a GPU: it joins a trainer and cannot open the first chunk's buffer.
+
+    The trainer and the replicas of lower rank are threads here; they wait in vain for the chunk to be read.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    transport, config = IpcTransport(), engine.config
+    exports = [transport.publish(export) for export in exports]
+    chunks = packed_chunks([("model.norm.weight", torch.ones(64))], "GPU-0", torch.zeros(256, dtype=torch.uint8))
+
+    def send() -> None:
+        with transport.joined(rank=0, num_receivers=engine.world_size):
+            transport.offer(chunks, rank=0)
+
+    def join(rank: int) -> None:
+        group = StatelessProcessGroup.create(*exports[0].address, rank, 1 + engine.world_size)
+        receive_chunks(group, lambda chunk: None, lambda: None)
+
+    for target, args in ((send, ()), *((join, (rank,)) for rank in range(1, 1 + engine.rank))):
+        threading.Thread(target=target, args=args, daemon=True).start()
+    engine.config, engine._has_joined = config.model_copy(update={"weight_transport": "ipc"}), False
+    with pytest.raises(AssertionError) as error:
+        engine.load_weights(exports, version)
+    engine.config = config
+    engine.llm.collective_rpc(lambda worker: setattr(worker.weight_transfer_engine, "direct", None))
+    return str(error.value)
+
+
 def load_by_nccl(engine: RolloutEngine, exports: list[WeightExport], version: int) -> list[str]:
     """How far vLLM comes without a GPU: why it cannot join the trainer, and why, as if it had, it cannot receive."""
     config, errors = engine.config, []
@@ -200,7 +231,7 @@ def load_by_nccl(engine: RolloutEngine, exports: list[WeightExport], version: in
             engine.load_weights(exports, version)
         errors.append(str(error.value))
     engine.config = config
-    engine.llm.collective_rpc(lambda worker: setattr(worker.weight_transfer_engine, "nccl", None))
+    engine.llm.collective_rpc(lambda worker: setattr(worker.weight_transfer_engine, "direct", None))
     return errors
 
 

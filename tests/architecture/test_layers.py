@@ -24,7 +24,7 @@ LAYER = {
 OPTIONAL = {
     "vllm": {
         *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
-        "workers/weight_transfer/nccl.py",
+        "workers/weight_transfer/direct.py",
     },
     "flash_attn": {"workers/models/attention.py"},
     "wandb": {"trainer/tracking.py"},

@@ -410,7 +410,7 @@ def test_an_update_that_changed_on_its_way_leaves_the_engine_as_it_was(
     assert_generated_by(tied_model[1], call(process, "generate_sequences", prompt_batch()))
 
 
-def test_vllms_nccl_gets_what_it_asks_for_and_without_a_gpu_the_engine_then_refuses_to_generate(
+def test_vllms_nccl_and_ipc_get_what_they_ask_for_and_without_a_gpu_the_engine_then_refuses_to_generate(
     process: Any, tied_model: ModelAndFolder
 ) -> None:
     """Nothing is sent: vLLM takes our arguments, and stops where it needs a GPU."""
@@ -422,6 +422,8 @@ def test_vllms_nccl_gets_what_it_asks_for_and_without_a_gpu_the_engine_then_refu
         "Cannot access accelerator device when none is available.",
         "NCCL weight transfer not initialized. Call init_transfer_engine() first.",
     ]
+    error = ray.get(process.run.remote("load_by_ipc", [announced], 7), timeout=DEADLINE_S)
+    assert error == "Torch not compiled with CUDA enabled"  # in `packed_ipc_consumer`
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
     call(process, "load_weights", export(tied_model[1], 7), 7)

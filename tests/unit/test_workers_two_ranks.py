@@ -2,12 +2,14 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from ipc_chunks import load_chunk, packed_chunks
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import (
     critic_config,
@@ -25,7 +27,14 @@ from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
-from verl_like.workers.weight_transfer.nccl import NcclTransport, gather
+from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weight_transfer.direct import (
+    IpcTransport,
+    NcclTransport,
+    gather,
+    init_info,
+    receive_chunks,
+)
 
 LAYOUTS = {"sharded": -1, "replicated": 1}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
@@ -46,6 +55,35 @@ def long_and_short_rows() -> DataProto:
     return rows.select_idxs(rows.batch["attention_mask"].sum(-1).argsort(descending=True))
 
 
+def receive_by_ipc(exports: list[WeightExport], rank: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the engine beside this rank would load from its buffer."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    place = init_info(exports, rank, num_receivers=2)
+    address = place["master_address"], place["master_port"]
+    loaded: dict[str, torch.Tensor] = {}
+    group = StatelessProcessGroup.create(*address, place["rank_offset"], place["world_size"])
+    receive_chunks(group, lambda message: loaded.update(load_chunk(message, f"GPU-{rank}", buffer)), buffer.zero_)
+    return loaded
+
+
+def send_by_ipc(worker: ActorWorker, rank: int) -> dict[str, torch.Tensor]:
+    """What an engine beside this rank gets while the rank sends."""
+    worker.weight_transport = IpcTransport()
+    exports: list[WeightExport] = [None, None]
+    dist.all_gather_object(exports, worker.export_weights(version=1))
+    buffer = torch.zeros(7000, dtype=torch.uint8)  # the largest parameter has 50 * 32 * 2 bytes
+    loaded: list[dict[str, torch.Tensor]] = []
+    receiver = threading.Thread(target=lambda: loaded.append(receive_by_ipc(exports, rank, buffer)), daemon=True)
+    receiver.start()
+    with worker.weight_transport.joined(rank, num_receivers=2):
+        whole = gather(worker.engine.named_parameters(), torch.bfloat16)
+        worker.weight_transport.offer(packed_chunks(whole, f"GPU-{rank}", buffer), rank)
+        assert not buffer.any()  # closed
+    receiver.join(60)
+    return loaded[0]
+
+
 def train_on_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
@@ -64,6 +102,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
             save_file(dict(gather(worker.engine.named_parameters(), torch.bfloat16)), out / f"{layout}_gathered")
         else:
             worker.send_weights(num_receivers=1)
+        save_file(send_by_ipc(worker, rank), out / f"{layout}_read_{rank}")
         save_file(gradients, out / f"{layout}_gradients_{rank}")
         save_file({"log_probs": log_probs} | parameters_of(worker), out / f"{layout}_state_{rank}")
         values = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
@@ -183,6 +222,14 @@ def test_rank_0_gathers_whole_parameters_for_nccl_while_the_other_rank_sends(two
     saved = load_file(two_ranks / f"{layout}_huggingface" / "model.safetensors")
     assert gathered.keys() == saved.keys()
     assert all(torch.equal(gathered[name], saved[name].bfloat16()) for name in saved)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_engine_beside_each_rank_reads_whole_parameters_in_that_ranks_buffer(two_ranks, layout):
+    gathered = load_file(two_ranks / f"{layout}_gathered")
+    for rank in (0, 1):
+        read = load_file(two_ranks / f"{layout}_read_{rank}")
+        assert read.keys() == gathered.keys() and all(torch.equal(read[name], gathered[name]) for name in read)
 
 
 def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_compute_the_same(two_ranks):

@@ -133,7 +133,7 @@ class ExperienceMaker:
     def load_weights(self, weights: Weights) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint."""
         rollout = self.groups[Role.Rollout]
-        sends = self.config.actor_rollout_ref.rollout.weight_transport == "nccl"
+        sends = self.config.actor_rollout_ref.rollout.sends_directly
         sent = self.groups[Role.Actor].send_weights.remote(rollout.world_size) if sends else None
         rollout.load_weights(weights.exported, version=weights.version)
         if sent:

@@ -18,7 +18,7 @@ from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_transfer import get_weight_transport
-from verl_like.workers.weight_transfer.nccl import NcclTransport, gather
+from verl_like.workers.weight_transfer.direct import DirectTransport
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
@@ -111,11 +111,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int) -> None:
-        """With `rollout.weight_transport=nccl`: sends the weights to all processes that load the last export."""
-        assert isinstance(self.weight_transport, NcclTransport)
-        with self.engine.on_device():
-            whole = gather(self.engine.named_parameters(), getattr(torch, self.export_dtype))
-            self.weight_transport.send(whole, self.rank, num_receivers)
+        """With `rollout.sends_directly`: sends the weights to all processes that load the last export."""
+        assert isinstance(self.weight_transport, DirectTransport)
+        with self.weight_transport.joined(self.rank, num_receivers), self.engine.on_device():
+            dtype = getattr(torch, self.export_dtype)  # no name keeps the parameters on the device
+            self.weight_transport.send(list(self.engine.named_parameters()), dtype, self.rank)
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.

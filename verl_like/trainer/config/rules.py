@@ -283,15 +283,22 @@ def a_quantised_engine_is_corrected(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def nccl_joins_gpus_of_two_pools(config: PPOConfig) -> Iterator[str]:
-    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.weight_transport=nccl"
-    if rollout.weight_transport != "nccl":
+def nccl_joins_gpus_of_two_pools_and_ipc_processes_of_one(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    key = f"actor_rollout_ref.rollout.weight_transport={rollout.weight_transport}"
+    if not rollout.sends_directly:
         return
     if config.trainer.device != "cuda":
         yield f"{key} is of GPUs, but trainer.device={config.trainer.device}; set shared_memory or object_store"
     if rollout.name != "vllm":
         yield f"{key} is of vLLM, but actor_rollout_ref.rollout.name={rollout.name}; set name=vllm, or gloo"
-    if (pool := config.role_mapping.get(Role.Rollout)) == config.role_mapping.get(Role.Actor):
+    pool, actor_pool = config.role_mapping.get(Role.Rollout), config.role_mapping.get(Role.Actor)
+    if rollout.weight_transport == "ipc" and pool != actor_pool:
+        yield (
+            f"{key} opens memory of the same GPU, but actor is on the pool {actor_pool} and rollout on {pool}; set "
+            f"role_mapping.rollout={actor_pool}, or weight_transport=gloo"
+        )
+    if rollout.weight_transport == "nccl" and pool == actor_pool:
         yield (
             f"{key}, which takes no two processes of one GPU, but actor and rollout share the pool {pool}; set "
             "shared_memory, or a pool for rollout: +resource_pool_spec.rollout_pool=[1] "
@@ -337,7 +344,7 @@ OTHER_RULES = (
     bypass_leaves_out_nothing_that_is_needed,
     generation_ahead_has_its_own_pool_and_a_correction,
     a_quantised_engine_is_corrected,
-    nccl_joins_gpus_of_two_pools,
+    nccl_joins_gpus_of_two_pools_and_ipc_processes_of_one,
     critic_warmup_leaves_steps_for_the_actor,
     reward_settings_have_a_model_or_a_function,
     loggers_are_named_once,

@@ -137,8 +137,9 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     yield from updates_in_flight_fit(config)
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
-    if config.actor_rollout_ref.rollout.weight_transport == "nccl":
-        yield "actor_rollout_ref.rollout.weight_transport=nccl needs one driver; set gloo or shared_memory"
+    if (rollout := config.actor_rollout_ref.rollout).sends_directly:
+        key = f"actor_rollout_ref.rollout.weight_transport={rollout.weight_transport}"
+        yield f"{key} needs one driver; set gloo or shared_memory"
     if detached.update_steps > detached.max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "

@@ -75,12 +75,18 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     max_num_seqs: PositiveInt | None = None
     """Most sequences the engine processes at once; null means vLLM's own number for the GPU (1024 with 70 GiB or more,
     A100: 256), and 256 on a CPU and for the hf engine."""
-    weight_transport: Literal["object_store", "shared_memory", "gloo", "nccl"] = "object_store"
+    weight_transport: Literal["object_store", "shared_memory", "gloo", "nccl", "ipc"] = "object_store"
     """How weights reach engines and copies: by Ray, in memory of the trainer's node, or by gloo, once to each node.
-    nccl: from GPU to GPU, to engines on a pool of their own; it was never run."""
+    nccl: from GPU to GPU, to engines on a pool of their own. ipc: on one GPU, to engines on the actor's pool. Neither
+    was ever run."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """Keys and values of unfinished responses when new weights arrive: computed again with them, or kept."""
     val_kwargs: SamplingConfig = SamplingConfig()
+
+    @property
+    def sends_directly(self) -> bool:
+        """Whether the actor sends the values while engines load them, and nothing is staged."""
+        return self.weight_transport in ("nccl", "ipc")
 
     @field_validator("quantization", mode="before")
     @classmethod

@@ -315,7 +315,7 @@ class RolloutEngine(ABC):
             raise WeightSyncError(
                 f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
             )
-        is_staged = self.config.weight_transport != "nccl"
+        is_staged = not self.config.sends_directly
         expected = check_staged(exports, version, self.device) if is_staged else check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._load(exports, version)

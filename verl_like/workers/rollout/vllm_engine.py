@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 from verl_like.workers.weight_sync import WeightExport
-from verl_like.workers.weight_transfer.nccl import init_info
+from verl_like.workers.weight_transfer.direct import init_info
 
 _CPU_KV_BLOCK_TOKENS = 128
 _CPU_BATCHED_TOKENS = 8192
@@ -216,8 +216,9 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             require_room(*torch.cuda.mem_get_info(), self._given_back)
             self.llm.wake_up(tags=["weights"])
-        if self.config.weight_transport == "nccl" and not self._has_joined:
+        if self.config.sends_directly and not self._has_joined:
             place = init_info(exports, self.rank - self.tp_rank, self.world_size)
+            place["transport"] = self.config.weight_transport
             self.llm.init_weight_transfer_engine(WeightTransferInitRequest(place))
             self._has_joined = True
         self.llm.start_weight_update()

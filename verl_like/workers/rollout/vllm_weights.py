@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
@@ -28,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
+from verl_like.workers.weight_transfer.direct import receive_chunks
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
 
 _PR_SET_PDEATHSIG = 1
@@ -46,8 +49,33 @@ class StagedUpdate(WeightTransferUpdateInfo):
             self.buckets = [WeightBucket(**each | {"data": SharedPages(**each["data"])}) for each in self.buckets]
 
 
-class StagedTransfer(WeightTransferEngine[NCCLWeightTransferInitInfo, StagedUpdate]):
-    """Loads updates, staged or by NCCL, into a process's model, whose parameters are fused, sharded, or packed.
+@dataclass(kw_only=True)
+class DirectInitInfo(NCCLWeightTransferInitInfo):
+    """Where the trainer waits, and by which `rollout.weight_transport` it sends."""
+
+    transport: str
+
+
+class IpcReceiver(IPCWeightTransferEngine):
+    """vLLM's engine for CUDA IPC, which is told of each chunk of an update through the trainer's store."""
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Joins the trainer."""
+        self.packed, rank = init_info.packed, init_info.rank_offset + self.parallel_config.rank
+        place = init_info.master_address, init_info.master_port, rank, init_info.world_size
+        self._group = StatelessProcessGroup.create(*place)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Loads all chunks; what `update_info` announces is in them."""
+        receive_chunks(self._group, self._load_chunk, self._packed_importer.close)
+
+    def _load_chunk(self, chunk: dict[str, Any]) -> None:
+        super().receive_weights(IPCWeightTransferUpdateInfo(**chunk))
+        torch.cuda.synchronize()  # it was read, so the trainer may write the next one
+
+
+class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
+    """Loads updates, staged or sent, into a process's model, whose parameters are fused, sharded, or packed.
 
     The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
     and `rollout.quantization` rounds them. So these fingerprints are taken after the layer was loaded and before that.
@@ -55,10 +83,10 @@ class StagedTransfer(WeightTransferEngine[NCCLWeightTransferInitInfo, StagedUpda
     the parameters in the end counts.
     """
 
-    init_info_cls = NCCLWeightTransferInitInfo
+    init_info_cls = DirectInitInfo
     update_info_cls = StagedUpdate
     model: Any
-    nccl: NCCLWeightTransferEngine | None = None
+    direct: NCCLWeightTransferEngine | IpcReceiver | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -83,15 +111,16 @@ class StagedTransfer(WeightTransferEngine[NCCLWeightTransferInitInfo, StagedUpda
 
         return fingerprint_then_pack
 
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Joins the trainer, which from then on sends the values of each update by NCCL while it is loaded."""
-        self.nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
-        self.nccl.init_transfer_engine(init_info)
+    def init_transfer_engine(self, init_info: DirectInitInfo) -> None:
+        """Joins the trainer, which from then on sends the values of each update while it is loaded."""
+        receiver = NCCLWeightTransferEngine if init_info.transport == "nccl" else IpcReceiver
+        self.direct = receiver(self.config, self.vllm_config, self.device, self.model)
+        self.direct.init_transfer_engine(init_info)
 
     def shutdown(self) -> None:
         """Leaves the trainer. An update is only held while it is loaded."""
-        if self.nccl:
-            self.nccl.shutdown()
+        if self.direct:
+            self.direct.shutdown()
 
     def start_weight_update(self) -> None:
         """Gives the layers the tensors that they were built with, on which the model's `load_weights` works."""
@@ -105,9 +134,9 @@ class StagedTransfer(WeightTransferEngine[NCCLWeightTransferInitInfo, StagedUpda
         buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
         shapes = dict(pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True))
         self._sources = self._find_sources({name: torch.Size(shape) for name, shape in shapes.items()})
-        if self.nccl:
+        if self.direct:
             dtypes = [update_info.dtype] * len(shapes)
-            self.nccl.receive_weights(NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()]))
+            self.direct.receive_weights(NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()]))
         else:
             self.model.load_weights(iterate_buckets(buckets, update_info.dtype))
         finalize_layerwise_reload(self.model, self.model_config)

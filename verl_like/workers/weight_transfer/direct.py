@@ -1,0 +1,140 @@
+"""Weights that no host memory holds, by vLLM's means: NCCL between GPUs, CUDA IPC on one. Neither was ever run."""
+
+import operator
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from verl_like.single_controller.worker import reserve_port
+from verl_like.workers.weight_sync import DEFAULT_BUCKET_BYTES, WeightExport
+from verl_like.workers.weight_transfer.transport import WeightTransport
+
+
+def init_info(exports: Sequence[WeightExport], first_rank: int, num_receivers: int) -> dict[str, Any]:
+    """How vLLM's engine joins: in front of the receivers is the trainer's rank 0; `first_rank` is of its replica."""
+    ((host, port),) = [export.address for export in exports if export.address]
+    place = {"master_address": host, "master_port": port, "rank_offset": 1 + first_rank}
+    return place | {"world_size": 1 + num_receivers, "packed": True}  # packed as `send` does it
+
+
+def gather(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole parameters, one after the other; a collective call when there are DTensors."""
+    for name, parameter in parameters:
+        tensor = parameter.detach().to(dtype)
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class DirectTransport(WeightTransport):
+    """An export says which parameters come, and what they must be; `send` brings the values while an engine loads."""
+
+    allocate = None  # no memory of the host
+    _address: tuple[str, int] | None = None
+    _group: Any = None
+
+    def publish(self, export: WeightExport) -> WeightExport:
+        if export.rank == 0 and self._address is None:
+            self._reserved, port = reserve_port()
+            self._address = os.environ["MASTER_ADDR"], port
+        return replace(export, address=self._address)
+
+    @contextmanager
+    def joined(self, rank: int, num_receivers: int) -> Iterator[None]:
+        """Around `send`, on all ranks of the trainer; at the first time rank 0 waits 5 minutes for the receivers."""
+        if rank == 0 and self._group is None:
+            host, port = self._address
+            self._group = self._join({"master_address": host, "master_port": port, "world_size": 1 + num_receivers})
+        yield
+
+    @abstractmethod
+    def _join(self, place: dict[str, Any]) -> Any:
+        """vLLM's group of rank 0 and the receivers."""
+
+    @abstractmethod
+    def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
+        """On all ranks of the trainer: has the receivers load what was exported last; a collective call."""
+
+
+class NcclTransport(DirectTransport):
+    """Rank 0 broadcasts the parameters to all receivers, in NCCL without a deadline of its own."""
+
+    def _join(self, place: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        return trainer_init(place)
+
+    def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
+        whole = gather(parameters, dtype)
+        if rank > 0:
+            for _ in whole:
+                pass
+            return
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        torch.cuda.synchronize()  # vLLM gathers on streams of its own; it waits for them in the end
+        packed_nccl_broadcast_producer(whole, self._group, src=0, post_iter_func=operator.itemgetter(1))
+
+
+class IpcTransport(DirectTransport):
+    """Each rank packs the parameters, bucket by bucket, into one buffer, which the engine on its GPU reads.
+
+    Rank 0 has a store, by which all wait for each other: 5 minutes at most each time.
+    """
+
+    def _join(self, place: dict[str, Any]) -> Any:
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        return StatelessProcessGroup.create(place["master_address"], place["master_port"], 0, place["world_size"])
+
+    @contextmanager
+    def joined(self, rank: int, num_receivers: int) -> Iterator[None]:
+        with super().joined(rank, num_receivers):
+            self._barrier(rank)  # the engines are awake: they asked for their memory before it is taken here
+            yield
+            self._barrier(rank)  # and it is free again before they wake up the cache
+
+    def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        largest = max(parameter.numel() for _, parameter in parameters) * dtype.itemsize
+        size = max(DEFAULT_BUCKET_BYTES, largest)
+        self.offer(packed_ipc_producer(gather(parameters, dtype), gpu, operator.itemgetter(1), size), rank)
+        torch.cuda.ipc_collect()  # the buffer, which no engine has open any more
+
+    def offer(self, chunks: Iterable[Any], rank: int) -> None:
+        """Has the receivers read vLLM's chunks. Each is there on all ranks before, and until all have read it."""
+        for chunk in chunks:
+            handles: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(handles, chunk.ipc_handle)
+            if rank == 0:
+                fields = {name: value for name, value in vars(chunk).items() if name != "ipc_handle"}
+                of_gpus = {gpu: handle for each in handles for gpu, handle in each.items()}
+                self._group.broadcast_obj(fields | {"ipc_handles": of_gpus}, src=0)
+            self._barrier(rank)
+        if rank == 0:
+            self._group.broadcast_obj(None, src=0)
+        self._barrier(rank)
+
+    def _barrier(self, rank: int) -> None:
+        dist.barrier()
+        if rank == 0:
+            self._group.barrier()
+        dist.barrier()
+
+
+def receive_chunks(group: Any, load: Callable[[dict[str, Any]], None], close: Callable[[], None]) -> None:
+    """A receiver's part in `IpcTransport`: `load` has read a chunk when it returns, `close` closes the buffer."""
+    group.barrier()
+    while chunk := group.broadcast_obj(None, src=0):
+        load(chunk)
+        group.barrier()
+    close()
+    group.barrier()
+    group.barrier()
