@@ -82,6 +82,8 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
     assert "maker_0 failed and is started again: maker_0 rank 0" in output
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61))
+    assert [row["detached/trained"] for row in steps] == list(range(4, 241, 4)), "the counts are those of the step"
+    assert all(0 <= row[f"detached/idle/{side}"] <= 1 for row in steps for side in ("maker_0", "trainer_0"))
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
     assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from verl_like.protocol import DataProto
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.detached.run_detached import DetachedRun
 from verl_like.trainer.detached.side import SideRecorder
 
 N = 3  # samples of a prompt
@@ -222,3 +224,24 @@ def test_a_side_says_what_it_waits_for_and_in_which_function_its_loop_stands():
     end.set()
     assert result()
     assert recorder.status_and_stack().endswith("Its loop has ended.\n")
+
+
+def test_a_wait_that_lasts_is_reported_until_now_and_again_when_it_has_ended():
+    recorder, before = SideRecorder("maker_3"), time.time()
+    with recorder.timer("making experience"), recorder.timer("waiting for room in a buffer"):
+        ((start, first_end),) = recorder.report().waits
+        between = time.time()
+    assert before <= start <= first_end <= between
+    ((again, last_end),) = recorder.report().waits
+    assert again == start and last_end >= between
+    with recorder.timer("update_weights"):
+        assert not recorder.report().waits
+
+
+def test_the_idle_shares_of_a_step_are_of_its_own_time_also_where_a_report_tells_of_several_steps():
+    run = object.__new__(DetachedRun)
+    # The maker waits over the end of the first step, and in a wait that lasts beyond the second.
+    run.waits = {"maker_0": {99.0: 101.0, 102.0: 103.0, 109.0: 111.0, 113.0: 120.0}, "trainer_0": {90.0: 95.0}}
+    assert run.idle_shares(110.0, 10.0) == {"detached/idle/maker_0": 0.3, "detached/idle/trainer_0": 0.0}
+    assert run.idle_shares(114.0, 4.0) == {"detached/idle/maker_0": 0.5, "detached/idle/trainer_0": 0.0}
+    assert run.waits == {"maker_0": {109.0: 111.0, 113.0: 120.0}, "trainer_0": {}}, "older ones are forgotten"

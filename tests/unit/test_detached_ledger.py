@@ -174,13 +174,15 @@ def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_f
     )
     tickets = ledger.take("maker", 0, 6)
     deliver(ledger, "maker", tickets, 0)
-    assert not ledger.trained(ledger.choose(0, 0, 2), 0, 0.6)
-    assert ledger.trained(ledger.choose(1, 0, 2), 0, 0.5)
+    assert ledger.trained(ledger.choose(0, 0, 2), 0, 0.6) == {} and not ledger.is_braking
+    counts = ledger.trained(ledger.choose(1, 0, 2), 0, 0.5)
+    assert (counts["brake"], counts["trained"], counts["in_buffer"], counts["not_started"]) == (1, 4, 2, 30)
     assert ledger.take("maker", 0, 99) == [], "without the brake 16 might have been started with the first weights"
     assert len(ledger.take("maker", 1, 99)) == 2, "8 in all: as without staleness"
     deliver(ledger, "maker", [Ticket(6, 0, 0), Ticket(7, 0, 1)], 1)
-    assert ledger.trained(ledger.choose(0, 1, 2), 1, 0.9), "the other trainer's last step counts too"
-    assert not ledger.trained(ledger.choose(1, 1, 2), 1, 0.9)
+    assert ledger.trained(ledger.choose(0, 1, 2), 1, 0.9) == {}
+    assert ledger.is_braking, "the other trainer's last step counts too"
+    assert ledger.trained(ledger.choose(1, 1, 2), 1, 0.9)["brake"] == 0
     assert len(ledger.take("maker", 1, 99)) == 12, "4 * (1 + 3 + 1) in all"
 
 
@@ -190,7 +192,7 @@ def test_an_effective_sample_size_that_is_not_a_number_brakes_too(limit: float, 
         num_steps=9, batch_size=2, detached=DetachedBlock(max_staleness=3, min_effective_sample_size=limit)
     )
     deliver(ledger, "maker", ledger.take("maker", 0, 2), 0)
-    assert ledger.trained(ledger.choose(0, 0, 2), 0, float("nan")) is brakes
+    assert ledger.trained(ledger.choose(0, 0, 2), 0, float("nan"))["brake"] == brakes
 
 
 @dataclass(eq=False)

@@ -98,8 +98,9 @@ class DetachedPPOTrainer(Side):
                 updated_metrics = update.get()
             # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
             size = updated_metrics.get("actor/eff_sample_size", Metric.mean(1.0)).value
-            is_braking = self.ledger.trained(numbers, version, size)
-            metrics += [*made, updated_metrics, {"detached/brake": Metric.max(is_braking)}]
+            counts = self.ledger.trained(numbers, version, size)
+            metrics += [*made, updated_metrics]
+            metrics += [{f"detached/{name}": Metric.max(count) for name, count in counts.items()}]
             if step % update_steps == 0 or step == total_steps:
                 with self.recorder.timer("export_weights"):
                     self.push()
@@ -111,7 +112,7 @@ class DetachedPPOTrainer(Side):
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]
-            self.recorder.rows.append((step, merge_metrics(metrics)))
+            self.recorder.rows.append((step, merge_metrics(metrics), now))
             step_started = now
         return self.learner.version
 

@@ -168,14 +168,18 @@ class PromptLedger:
         self._buffered[trainer] -= num_groups
         return sorted(numbers)
 
-    def trained(self, numbers: Sequence[int], version: int, effective_sample_size: float = 1.0) -> bool:
-        """The step after `version` has trained these groups, which `choose` gave to it; returns `is_braking`."""
+    def trained(self, numbers: Sequence[int], version: int, effective_sample_size: float = 1.0) -> dict[str, int]:
+        """The step after `version` has trained these groups, which `choose` gave to it.
+
+        Returns `counts`, and as `brake` whether it holds, when the last trainer has done the step; before nothing.
+        """
         for number in numbers:
             entry = self._open.pop(number)
             assert entry.taken_at == version, (number, entry, version)
             self._trained[entry.trainer] += 1
             self._effective_sample_sizes[entry.trainer] = effective_sample_size
-        return self.is_braking
+        is_done = min(self._trained) == (version + 1) * self.share
+        return self.counts() | {"brake": int(self.is_braking)} if is_done else {}
 
     def holders(self, trainer: int) -> dict[str, list[int]]:
         """The numbers that the trainer's makers have in flight, by the maker's name."""

@@ -314,7 +314,7 @@ class ExperienceMakerHolder(Side):
         self.run.global_step = self.validated = self.version
         with self.recorder.timer("testing"):
             metrics = {name: Metric.mean(value) for name, value in self.run.validate().items()}
-        self.recorder.rows.append((self.version, metrics))
+        self.recorder.rows.append((self.version, metrics, time.time()))
 
     def finish(self, version: int) -> None:
         """After the loop: takes the last weights and validates with them, unless that was done."""

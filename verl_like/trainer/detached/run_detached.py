@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,10 +119,10 @@ class DetachedRun:
         self.restarts_left = Counter(dict.fromkeys(config.maker_names, config.detached.max_restarts))
         self.reports: dict[str, SideRecorder] = {}
         """The last report of each side."""
-        self.rows: dict[int, list[Mapping[str, Metric]]] = defaultdict(list)
-        """The metrics of a step by those trainers that have done it."""
-        self.waited_s: dict[str, float] = {}
-        self.shares_at = time.time()
+        self.rows: dict[int, list[tuple[dict[str, Metric], float]]] = defaultdict(list)
+        """The metrics of a step by those trainers that have done it, and when they had."""
+        self.waits: dict[str, dict[float, float]] = defaultdict(dict)
+        """When each side waited for others: the ends by the starts."""
 
     def start(self) -> None:
         """Starts ledger, trainers and makers, and their loops."""
@@ -170,6 +170,8 @@ class DetachedRun:
                 self.end_of_loop(names[loop], loop)
             for name in list(self.loops):
                 self.collect(name)
+            for step in [step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)]:
+                self.log_step(step)  # by now makers too have said how long they waited until its end
 
     def end_of_loop(self, name: str, loop: Any) -> None:
         """A loop has ended: at its end, or because the side failed."""
@@ -205,34 +207,29 @@ class DetachedRun:
             self.recorder.show_placement(placement)
         for event in report.events:
             self.recorder.timeline.record(event)
-        for step, metrics in report.rows:
+        self.waits[name].update(report.waits)
+        for step, metrics, ended in report.rows:
             if name in self.config.maker_names:
                 self.recorder.log_validation(metric_values(metrics), step)
             else:
-                self.log_step(step, metrics)
+                self.rows[step].append((dict(metrics), ended))
 
-    def log_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Writes a step's metrics once all trainers have done it."""
-        self.rows[step].append(metrics)
-        if len(self.rows[step]) < len(self.config.trainer_names):
-            return
-        values = metric_values(merge_metrics([dict(row) for row in self.rows.pop(step)]))
-        counts = ask(LEDGER, "counts", timeout=ANSWER_S)
-        values |= {f"detached/{name}": count for name, count in counts.items()}
-        values |= {"training/global_step": step} | self.idle_shares()
+    def log_step(self, step: int) -> None:
+        """Writes the metrics of a step, which all trainers have done."""
+        rows, ended = zip(*self.rows.pop(step), strict=True)
+        values = metric_values(merge_metrics(rows))
+        values |= {"training/global_step": step} | self.idle_shares(max(ended), values["timing_s/step"])
         self.recorder.timeline.start_step(step)
         self.recorder.tracking.log(values, step)
         self.recorder.console.show_step(step, self.config.trainer.total_training_steps or 0, values)
 
-    def idle_shares(self) -> dict[str, float]:
-        """Which share of the time since the last call each side waited for others."""
-        now = time.time()
+    def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
+        """In which share of a step's `seconds`, until it `ended`, each side waited for others."""
         shares = {}
-        for name, report in self.reports.items():
-            waited_s = report.waited_s - self.waited_s.get(name, 0.0)
-            shares[f"detached/idle/{name}"] = min(1.0, max(0.0, waited_s / (now - self.shares_at)))
-            self.waited_s[name] = report.waited_s
-        self.shares_at = now
+        for name, waits in self.waits.items():
+            self.waits[name] = within = {start: end for start, end in waits.items() if end > ended - seconds}
+            waited_s = sum(max(0.0, min(end, ended) - max(start, ended - seconds)) for start, end in within.items())
+            shares[f"detached/idle/{name}"] = waited_s / seconds
         return shares
 
     def place_of(self, name: str) -> tuple[str, int]:

@@ -47,18 +47,18 @@ class SideRecorder:
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
-    rows: deque[tuple[int, Mapping[str, Metric]]] = field(default_factory=deque)
-    """(training step, metrics) of a trainer, (version, metrics) of a maker's validations."""
+    rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
+    """(training step, metrics, when it ended) of a trainer, (version, metrics, when) of a maker's validations."""
+    waits: deque[tuple[float, float]] = field(default_factory=deque)
+    """(start, end) of waits for other sides. One that lasts is reported until now, and again in the next report."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the driver so far."""
-    waited_s: float = 0.0
-    """Seconds so far in which it waited for other sides."""
     placement: list[dict[str, str]] = field(default_factory=list)
     """Where its workers are, see `placement_rows`; empty until they have started."""
     node: str = field(default_factory=ray.util.get_node_ip_address)
     pid: int = field(default_factory=os.getpid)
-    status: str = "starting"
-    since: float = field(default_factory=time.time)
+    doing: tuple[str, float] = field(default_factory=lambda: ("starting", time.time()))
+    """The phase of the side's loop, and since when."""
     thread: int = 0
     """Of the side's loop, which measures the phases."""
 
@@ -72,22 +72,34 @@ class SideRecorder:
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Adds the seconds of a phase, which is the side's status meanwhile."""
-        before, started = (self.status, self.since), time.time()
-        self.status, self.since, self.thread = phase, started, threading.get_ident()
+        before, started = self.doing, time.time()
+        self.doing, self.thread = (phase, started), threading.get_ident()
         yield
-        self.status, self.since = before
-        seconds = time.time() - started
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-        self.waited_s += seconds if phase.startswith("waiting") else 0.0
+        self.doing = before
+        ended = time.time()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + ended - started
+        if phase.startswith("waiting"):
+            self.waits.append((started, ended))
 
     def show_generations(self, *_: Any) -> None:
         """Of a validation; a run shows its metrics alone."""
+
+    def report(self) -> "SideRecorder":
+        """What was recorded since the last report."""
+        # The loop may add to them meanwhile.
+        events = deque(self.events.popleft() for _ in range(len(self.events)))
+        rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
+        phase, since = self.doing
+        waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
+        waits.extend(self.waits.popleft() for _ in range(len(self.waits)))
+        return replace(self, events=events, rows=rows, waits=waits, seconds={})
 
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
         frame = sys._current_frames().get(self.thread)
         stack = traceback.format_stack(frame, limit=12) if frame else ["  Its loop has ended.\n"]
-        return f"{self.name}: {self.status} for {time.time() - self.since:.0f} s\n{''.join(stack)}"
+        phase, since = self.doing
+        return f"{self.name}: {phase} for {time.time() - since:.0f} s\n{''.join(stack)}"
 
 
 def side_named(name: str) -> Any:
@@ -137,11 +149,7 @@ class Side:
     @ray.method(concurrency_group="status")
     def report(self) -> SideRecorder:
         """What happened since the last report; an actor that does not answer is stopped or dead."""
-        recorder = self.recorder
-        # The loop may add to them meanwhile.
-        events = deque(recorder.events.popleft() for _ in range(len(recorder.events)))
-        rows = deque(recorder.rows.popleft() for _ in range(len(recorder.rows)))
-        return replace(recorder, events=events, rows=rows, seconds={})
+        return self.recorder.report()
 
     @ray.method(concurrency_group="status")
     def status(self) -> str:
