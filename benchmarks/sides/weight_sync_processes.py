@@ -94,6 +94,8 @@ def sync(way: str, num_tensors: int, value: int, with_checks: bool = False) -> d
                     allocate=transport.allocate,
                 )
             connection.send((way, num_tensors, transport.publish(export), with_checks))
+            if with_checks:  # what the engine found is agreed on in the process group, which is the peer's too
+                dist.all_reduce(torch.zeros(()))
         else:
             connection.send((way, num_tensors, None, False))
             for tensor in [flat] if way == "one broadcast" else tensors.values():

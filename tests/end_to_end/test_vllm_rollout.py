@@ -470,10 +470,13 @@ def test_a_replica_of_two_processes_generates_like_one(
         )
         assert_generated_by(weights, first)
         assert first.equal(second)
-    corrupt = export(model[1], 3)
+    exports, corrupt = export(model[1], 3), export(model[1], 3)
     corrupt[0].buckets[0].data[7] ^= 1
-    for outcome in [p.call.remote("load_weights", corrupt, 3) for p in replica]:
-        with pytest.raises(ray.exceptions.RayTaskError, match="version 3 changed on their way"):
+    loading = [p.call.remote("load_weights", each, 3) for p, each in zip(replica, (exports, corrupt), strict=True)]
+    for outcome, message in zip(loading, ("are stale on another rank", "changed on their way"), strict=True):
+        with pytest.raises(ray.exceptions.RayTaskError, match=f"StaleWeightsError: Weights of version 3 {message}"):
             ray.get(outcome, timeout=DEADLINE_S)
+    ended = [p.call.remote("generate_sequences", prompt_batch()) for p in replica]
+    assert_generated_by(weights, ray.get(ended, timeout=DEADLINE_S)[0])
     for p in replica:
         ray.kill(p)

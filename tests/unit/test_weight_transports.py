@@ -208,6 +208,34 @@ class Group:
             process.join(30)
 
 
+def check_on_rank(connection: Connection, port: int, rank: int) -> None:
+    """A rank of two that load together: checks the export at its rank, and answers what came of it."""
+    _place(port, rank, 2)
+    dist.init_process_group("gloo")
+    while exports := connection.recv():
+        try:
+            check_staged([exports[rank]], 1, "cpu")
+            connection.send("")
+        except StaleWeightsError as error:
+            connection.send(str(error))
+
+
+def test_ranks_that_load_together_refuse_weights_that_are_stale_on_one_of_them() -> None:
+    transports = SharedMemoryTransport(), SharedMemoryTransport()
+    good, late = (publish(transport, 1) for transport in transports)
+    publish(transports[1], 2)
+    transports[1].allocate(16_000, False)  # where the embedding of version 1 was
+    holder, port = reserve_port()
+    with holder:
+        ranks = Group(check_on_rank, [port] * 2, [0, 1])
+        for _ in range(2):
+            assert ranks.ask([good, good]) == ["", ""]
+            other, own = ranks.ask([good, late])
+            assert other == "Weights of version 1 are stale on another rank."
+            assert own.startswith("Newer weights are being written into /proc/")
+    ranks.end()
+
+
 def test_gloo_brings_every_bucket_once_to_each_node_of_every_rollout_group() -> None:
     holder, port = reserve_port()
     trainer = Group(train, [0, 1])

@@ -270,12 +270,21 @@ def check_arrival(
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
     """The trainer's fingerprint of each parameter, by name, if the exports are complete and hold the trainer's values.
 
-    `device` computes the fingerprints, of one parameter at a time. Raises WeightSyncError as `check_exports` does, and
+    `device` computes the fingerprints, of one parameter at a time. All ranks of a process group call it, since they
+    load together: what one of them refuses, all do. Raises WeightSyncError as `check_exports` does, and
     StaleWeightsError if a value is not the trainer's.
     """
-    expected = check_exports(exports, version)
-    staged = {name: fingerprint_tensor(tensor.to(device)) for name, tensor in iterate_weights(exports)}
-    check_arrival(expected, staged, f"Weights of version {version} changed on their way", StaleWeightsError)
+    expected, stale = check_exports(exports, version), None
+    try:
+        staged = {name: fingerprint_tensor(tensor.to(device)) for name, tensor in iterate_weights(exports)}
+        check_arrival(expected, staged, f"Weights of version {version} changed on their way", StaleWeightsError)
+    except StaleWeightsError as error:
+        stale = error
+    num_stale = torch.tensor(float(stale is not None), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(num_stale)
+    if num_stale:
+        raise stale or StaleWeightsError(f"Weights of version {version} are stale on another rank.")
     return expected
 
 
