@@ -94,9 +94,16 @@ def engine_process(engine: RolloutEngine) -> int:
 
 
 def run_beyond_the_limit(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
-    """Of an engine in its own process, while no other answer of it may take as long as the first response does."""
+    """Of an engine in its own process, while no other answer of it may take as long as the first response does.
+
+    Before, the response may not either.
+    """
     engine.llm.pause_generation(mode="keep", clear_cache=False)
     engine.submit(requests)
+    limit, vllm_async_engine._RESPONSE_TIMEOUT_S = vllm_async_engine._RESPONSE_TIMEOUT_S, 0.5
+    with pytest.raises(TimeoutError, match=r"took more than 0\.5 s for the next response"):
+        engine.step()
+    vllm_async_engine._RESPONSE_TIMEOUT_S = limit
     limit, vllm_async_engine._TIMEOUT_S = vllm_async_engine._TIMEOUT_S, 0.5
 
     def go_on() -> None:

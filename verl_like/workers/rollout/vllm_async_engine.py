@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import math
 import os
 import threading
 import time
@@ -15,6 +14,8 @@ from verl_like.workers.weight_sync import WeightExport
 
 _TIMEOUT_S = 1800.0
 """For an answer of the engine's process. That it died is noticed within a second."""
+_RESPONSE_TIMEOUT_S = 24 * 3600.0
+"""For the next response. The deadline of a worker's call is shorter, but there is none in the driver's process."""
 
 
 class _Calls:
@@ -35,17 +36,18 @@ class _Calls:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.wait(getattr(self.llm_engine, name)(*args, **kwargs), name)
 
-    def wait(self, answer: Coroutine[Any, Any, Any], what: str, *, has_limit: bool = True) -> Any:
+    def wait(self, answer: Coroutine[Any, Any, Any], what: str, *, is_response: bool = False) -> Any:
         """Raises TimeoutError, or vLLM's EngineDeadError."""
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        deadline = time.monotonic() + (_TIMEOUT_S if has_limit else math.inf)
+        limit_s = _RESPONSE_TIMEOUT_S if is_response else _TIMEOUT_S
+        deadline = time.monotonic() + limit_s
         while not future.done() and time.monotonic() < deadline:
             if self.llm_engine.errored:  # vLLM leaves calls without an answer then
                 raise self.llm_engine.dead_error
             concurrent.futures.wait([future], timeout=1.0)
         if not future.done():
             future.cancel()
-            raise TimeoutError(f"vLLM's engine process took more than {_TIMEOUT_S:g} s for {what}.")
+            raise TimeoutError(f"vLLM's engine process took more than {limit_s:g} s for {what}.")
         return future.result()
 
 
@@ -77,7 +79,7 @@ class VllmAsyncEngine(VllmEngine):
             await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
             return [name for name, answer in self._answers.items() if answer.done()]
 
-        names = self.llm.wait(next_ended(), "the next response", has_limit=False)  # but that of the worker's call
+        names = self.llm.wait(next_ended(), "the next response", is_response=True)
         return [(name, completion(self._answers.pop(name).result())) for name in names]
 
     def _has_work(self) -> bool:
