@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof]
 # Two optimizer steps a batch, so that a maker has a copy of the actor beside its engine.
 SETTINGS = [*APART, "algorithm.adv_estimator=grpo", "data.max_response_length=12"]
 TENSOR_PARALLEL = ["resource_pool_spec.maker_pool=[2]", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+OWN_PROCESS = [
+    f"actor_rollout_ref.rollout.{setting}" for setting in ("name=vllm_async", "weight_transport=shared_memory")
+]
 
 
 def train(folder: Path, tiny_llama: Callable, *settings: str) -> list[dict]:
@@ -28,18 +31,19 @@ def train(folder: Path, tiny_llama: Callable, *settings: str) -> list[dict]:
     return [row for row in metrics_of(folder) if "actor/loss" in row]
 
 
-def test_a_maker_whose_engine_has_two_processes_trains_with_the_weights_of_each_push(
-    tmp_path: Path, tiny_llama: Callable
+@pytest.mark.parametrize(("settings", "ranks"), [(TENSOR_PARALLEL, (0, 1)), (OWN_PROCESS, (0,))])
+def test_a_maker_whose_engine_has_two_processes_or_its_own_trains_with_the_weights_of_each_push(
+    settings: list[str], ranks: tuple[int, ...], tmp_path: Path, tiny_llama: Callable
 ):
     in_float32 = [f"actor_rollout_ref.{key}.dtype=float32" for key in ("rollout", "actor.fsdp_config")]
-    first, second = train(tmp_path, tiny_llama, *TENSOR_PARALLEL, *in_float32)
+    first, second = train(tmp_path, tiny_llama, *settings, *in_float32)
     for row in (first, second):  # the copy of the actor computes the log-probabilities of the engine
         assert 0 < row["training/rollout_probs_diff_max"] < 1e-5
         assert row["actor/grad_norm"] > 0 and row["training/staleness/max"] == 0
     rows = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
     # Versions 0, 1 and 2; each call compares fingerprints and raises where they differ.
     loads = [row["rank"] for row in rows if (row["role"], row["method"]) == ("rollout", "load_weights")]
-    assert sorted(loads) == [0, 0, 0, 1, 1, 1]
+    assert sorted(loads) == [rank for rank in ranks for _ in range(3)]
 
 
 def test_a_maker_with_quantised_weights_trains_with_a_correction(tmp_path: Path, tiny_llama: Callable):
