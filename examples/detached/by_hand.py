@@ -23,8 +23,11 @@ from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, PromptLoader
 from verl_like.trainer.ppo_inputs import load_dataset
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
+from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
 
 FOLDER = Path(__file__).parent / "config"
@@ -32,18 +35,29 @@ MINUTES = 60.0
 
 
 def maker_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
-    """What a maker of GRPO runs: the engine and the initial policy."""
-    policy = config.actor_rollout_ref
-    return {
-        "rollout": RayClassWithInitArgs(RolloutWorker, config=policy, seed=config.trainer.seed),
+    """What a maker runs of these, as the configuration says: GRPO with rules the engine and the initial policy."""
+    policy, critic, seed = config.actor_rollout_ref, config.critic, config.trainer.seed
+    transport = policy.rollout.weight_transport
+    models = {
+        "rollout": RayClassWithInitArgs(RolloutWorker, config=policy, seed=seed),
+        "actor": RayClassWithInitArgs(ActorCopyWorker, config=policy),
+        "critic": RayClassWithInitArgs(CriticCopyWorker, config=critic, seed=seed, weight_transport=transport),
         "ref": RayClassWithInitArgs(ReferenceWorker, config=policy),
+        "reward_model": RayClassWithInitArgs(RewardModelWorker, config=config.reward_model),
     }
+    return {role: models[role] for role in config.maker_roles}
 
 
 def trainer_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
-    """What a trainer of GRPO runs: the policy."""
-    steps = config.trainer.total_training_steps
-    return {"actor": RayClassWithInitArgs(ActorWorker, config=config.actor_rollout_ref, total_training_steps=steps)}
+    """What a trainer runs of these: GRPO the policy alone."""
+    policy, critic, steps = config.actor_rollout_ref, config.critic, config.trainer.total_training_steps
+    arguments: dict[str, Any] = {"seed": config.trainer.seed, "rollout_n": policy.rollout.n}
+    arguments |= {"total_training_steps": steps, "weight_transport": policy.rollout.weight_transport}
+    models = {
+        "actor": RayClassWithInitArgs(ActorWorker, config=policy, total_training_steps=steps),
+        "critic": RayClassWithInitArgs(CriticWorker, config=critic, **arguments),
+    }
+    return {role: models[role] for role in config.trainer_roles}
 
 
 def main(overrides: list[str]) -> None:
@@ -62,11 +76,13 @@ def main(overrides: list[str]) -> None:
     ledger: Any = ledger_class.options(name="ledger", num_cpus=0).remote(
         steps, config.data.train_batch_size, config.detached
     )
+    # Several trainers meet at the address, where this process would hold a TCPStore.
+    env_info = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": 0}
     trainer: Any = trainer_class.options(name="trainer_0", num_cpus=0).remote(  # type: ignore[attr-defined]
-        config, experience_maker_holder_name_list=["maker_0"], model_fn=trainer_models
+        config, experience_maker_holder_name_list=["maker_0"], model_fn=trainer_models, env_info=env_info
     )
     maker: Any = maker_class.options(name="maker_0", num_cpus=0).remote(  # type: ignore[attr-defined]
-        config, detached_trainer_name_list=["trainer_0"], model_fn=maker_models, validates=True
+        config, detached_trainer_name_list=["trainer_0"], model_fn=maker_models, env_info=env_info
     )
     loops = [trainer.fit.remote(total_steps=steps, update_steps=1, train_epochs=1)]
     loops.append(maker.workingloop.remote(data_loader_fn(), num_steps=None))

@@ -61,7 +61,7 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
         holder = object.__new__(ExperienceMakerHolder.__ray_metadata__.modified_class)
         holder.run, holder.config = SimpleNamespace(maker=trainer.maker, groups=groups), trainer.config
         holder.recorder, holder.trainer_names = SideRecorder("maker_0"), ["trainer_0"]
-        holder.version, holder.validated, holder.validates = 0, 0, False
+        holder.version, holder.validated, holder.index = 0, 0, 1
         holder.pushed, holder.has_pushed = late, threading.Condition()
 
         def versions() -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
-from verl_like.trainer.detached.side import ModelFn, PushedWeights, Side, remote, side_named
+from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, remote, side_named
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.metrics import batch_metrics
@@ -38,7 +38,7 @@ class DetachedPPOTrainer(Side):
         config: the configuration of the run.
         experience_maker_holder_name_list: the makers that get the weights.
         model_fn: the worker class of each role that is trained; by default those of the configuration.
-        env_info: which of several trainers of the model this is, None for the only one.
+        env_info: which of the trainers of the model this is, and where they meet.
         pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
@@ -47,12 +47,11 @@ class DetachedPPOTrainer(Side):
         config: DetachedConfig,
         experience_maker_holder_name_list: Sequence[str],
         model_fn: ModelFn | None = None,
-        env_info: JointTrainer | None = None,
+        env_info: EnvInfo | None = None,
         pools: ResourcePoolManager | None = None,
     ) -> None:
-        super().__init__(config, model_fn, pools)
+        super().__init__(config, model_fn, env_info, pools)
         self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
-        self.env_info, self.index = env_info, 0 if env_info is None else env_info.index
         self.metrics: deque[dict[str, Metric]] = deque()
         """What the makers measured since the last training step."""
         self.pushing = threading.Lock()
@@ -123,7 +122,11 @@ class DetachedPPOTrainer(Side):
         built_in = {role: synchronous[role] for role in config.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
-        self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, self.env_info)
+        joint, world_size = None, int(self.env_info["world_size"])
+        if world_size > 1:
+            address = str(self.env_info["master_addr"]), int(self.env_info["master_port"])
+            joint = JointTrainer(self.index, world_size, *address)
+        self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, joint)
         self.learner = Learner(config, self.groups, config.detached.max_staleness)
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)

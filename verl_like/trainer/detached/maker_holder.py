@@ -21,7 +21,17 @@ from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
-from verl_like.trainer.detached.side import POLL_S, ModelFn, PushedWeights, Side, ask, remote, side_died, side_named
+from verl_like.trainer.detached.side import (
+    POLL_S,
+    EnvInfo,
+    ModelFn,
+    PushedWeights,
+    Side,
+    ask,
+    remote,
+    side_died,
+    side_named,
+)
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
 from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import get_trainer
@@ -90,7 +100,7 @@ class ExperienceMakerHolder(Side):
         config: the configuration of the run.
         detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
         model_fn: the worker class of each role that this maker runs; by default those of the configuration.
-        validates: whether this maker validates, see `trainer.test_freq`.
+        env_info: which of the makers this is; the first one validates, see `trainer.test_freq`.
         pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
@@ -99,12 +109,11 @@ class ExperienceMakerHolder(Side):
         config: DetachedConfig,
         detached_trainer_name_list: Sequence[str],
         model_fn: ModelFn | None = None,
-        validates: bool = False,
+        env_info: EnvInfo | None = None,
         pools: ResourcePoolManager | None = None,
     ) -> None:
-        super().__init__(config, model_fn, pools)
+        super().__init__(config, model_fn, env_info, pools)
         self.config, self.trainer_names = config.of_maker(self.name), detached_trainer_name_list
-        self.validates = validates
         self.cleanup = contextlib.ExitStack()
         self.version = -1
         """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
@@ -307,7 +316,7 @@ class ExperienceMakerHolder(Side):
         """Whether this maker is to validate: before training, and with the first version after every `test_freq`."""
         trainer, version = self.config.trainer, self.version
         passed = trainer.test_freq > 0 and version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
-        return self.validates and (passed if version > 0 else trainer.val_before_train and self.validated < version)
+        return self.index == 0 and (passed if version > 0 else trainer.val_before_train and self.validated < version)
 
     def validate(self) -> None:
         """Validates with the weights that this maker has, for the next report."""
@@ -320,6 +329,6 @@ class ExperienceMakerHolder(Side):
         """After the loop: takes the last weights and validates with them, unless that was done."""
         self.load_newest_weights()
         assert self.version == version, (self.version, version)
-        if self.validates and self.config.trainer.test_freq > 0 and self.validated != version:
+        if self.index == 0 and self.config.trainer.test_freq > 0 and self.validated != version:
             self.validate()
         self.cleanup.close()

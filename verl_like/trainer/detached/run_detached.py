@@ -31,7 +31,6 @@ from verl_like.trainer.roles import Role
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.worker_template import WorkerTemplate
-from verl_like.workers.config.joint_trainer import JointTrainer
 
 ANSWER_S = 30.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
@@ -135,11 +134,12 @@ class DetachedRun:
             steps, config.data.train_batch_size, detached
         )
         trainer_class: Any = DetachedPPOTrainer
-        host, count = ray.util.get_node_ip_address(), detached.num_trainers
+        host, port, count = ray.util.get_node_ip_address(), 0, detached.num_trainers
         if count > 1:  # where the processes of all trainers meet; it lives as long as this object
             self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = self.store.port
         for index, name in enumerate(config.trainer_names):
-            env_info = JointTrainer(index, count, host, self.store.port) if count > 1 else None
+            env_info = {"rank": index, "world_size": count, "master_addr": host, "master_port": port}
             actor = trainer_class.options(name=name, num_cpus=0).remote(
                 config, config.maker_names, env_info=env_info, pools=self.pools[name]
             )
@@ -150,13 +150,14 @@ class DetachedRun:
 
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop; the first one validates."""
+        env_info = {"rank": self.config.maker_names.index(name), "world_size": len(self.config.maker_names)}
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
             trainer = self.pools[self.config.trainer_names[0]].resource_pool_dict.values()
             check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
-            self.config, self.config.trainer_names, validates=name == self.config.maker_names[0], pools=self.pools[name]
+            self.config, self.config.trainer_names, env_info=env_info, pools=self.pools[name]
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()

@@ -31,6 +31,9 @@ remote: Any = ray.remote  # whose type does not know concurrency groups
 
 ModelFn = Callable[[DetachedConfig], Mapping[str, RayClassWithInitArgs]]
 """(configuration) -> the worker class of each role that a maker or a trainer runs."""
+EnvInfo = Mapping[str, str | int]
+"""`rank` and `world_size`: which of the makers, or of the trainers, a side is, and how many there are. Several trainers
+meet in the store at `master_addr` and `master_port`, see `JointTrainer`; makers do not meet."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,17 @@ class LedgerHandle:
 class Side:
     """What makers and trainers do alike. Each is a named Ray actor with the concurrency group `status`."""
 
-    def __init__(self, config: DetachedConfig, model_fn: ModelFn | None, pools: ResourcePoolManager | None) -> None:
+    def __init__(
+        self,
+        config: DetachedConfig,
+        model_fn: ModelFn | None,
+        env_info: EnvInfo | None,
+        pools: ResourcePoolManager | None,
+    ) -> None:
         import_plugins(config.plugins)
         self.name = ray.get_runtime_context().get_actor_name()
+        self.env_info = env_info or {"rank": 0, "world_size": 1}
+        self.index = int(self.env_info["rank"])
         self.model_fn, self.pools = model_fn, pools
         self.recorder = SideRecorder(self.name)
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
