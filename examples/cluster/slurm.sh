@@ -25,7 +25,11 @@ wait_for_nodes() {
 
 "$ray" start --head --node-ip-address="$head" --port=6379 --num-cpus="$SLURM_CPUS_PER_TASK" --block &
 wait_for_nodes 1
-srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \
-  "$ray" start --address="$RAY_ADDRESS" --num-cpus="$SLURM_CPUS_PER_TASK" --block &
-wait_for_nodes "$SLURM_NNODES"
+others=$((SLURM_NNODES - 1))
+if ((others)); then
+  # srun does not take --cpus-per-task over from sbatch.
+  srun --nodes="$others" --ntasks="$others" --cpus-per-task="$SLURM_CPUS_PER_TASK" --exclude="$SLURMD_NODENAME" \
+    "$ray" start --address="$RAY_ADDRESS" --num-cpus="$SLURM_CPUS_PER_TASK" --block &
+  wait_for_nodes "$SLURM_NNODES"
+fi
 bash examples/cluster/train.sh "$@"

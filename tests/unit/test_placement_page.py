@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.ppo_workers import build_resource_pools
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,8 @@ def code_with_values(cell: str) -> list[str]:
 
 
 def with_all_roles(*overrides: str) -> PPOConfig:
+    if any(override.startswith("detached.") for override in overrides):
+        return load_config(DetachedConfig, broken_detached_rules, [*REQUIRED, *ALL_ROLES, *overrides])
     return load_ppo_config([*REQUIRED, *ALL_ROLES, *overrides])
 
 
