@@ -106,6 +106,7 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
             made[-1].batch.save_to_disk(tmp_path / "experience")
             update = learner.learn(experience_of(trainer, DataProto.load_from_disk(tmp_path / "experience")))
             alone = measured(update.get())
+            assert not any("staleness/share_" in name for name in in_step)
             # The learner alone allows another staleness, whose shares it counts.
             alone = {name: value for name, value in alone.items() if "staleness/share_" not in name}
             assert alone and alone == {name: in_step[name] for name in alone}
@@ -170,6 +171,9 @@ def test_each_call_of_the_learner_is_a_training_step_unless_it_is_told_otherwise
     with pytest.raises(ValueError, match="no column policy_version"):
         parts.learn(experience_of(trainer, experience.batch.select(non_tensor_batch_keys=["uid"])))
     assert parts.version == 2
+    mixed = experience.batch[slice(0, 4)]
+    mixed.non_tensor_batch["policy_version"][:] = [((1, 0, 2), (2, 2, 5)), *[((2, 0, 5),)] * 3]
+    assert parts.staleness(mixed)["training/staleness/mean"].value == 0.25, "the oldest token counts"
 
 
 def test_the_critics_warm_up_leaves_the_actor_as_it_is_but_numbers_its_weights(

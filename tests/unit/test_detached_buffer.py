@@ -101,6 +101,26 @@ def test_the_oldest_token_of_a_group_decides_when_it_is_due():
     assert buffer.take(1, version=2, deadline_s=5)[0] == [2]
 
 
+def test_the_oldest_sample_of_a_group_counts_wherever_it_stands():
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    (ticket,) = ledger.take("maker", 1, 1)
+    batch = groups([ticket], 2)
+    batch.non_tensor_batch["policy_version"][1] = ((0, 0, 3), (2, 3, 6))
+    with pytest.raises(ValueError, match="asked for prompt 0 with version 1, but its oldest token is of version 0"):
+        buffer.extend("maker", [ticket], batch, 5)
+
+
+def test_each_of_several_trainers_takes_what_is_its_own():
+    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock(num_trainers=2))
+    tickets = ledger.take("maker", 0, 4)
+    for trainer in (1, 0):
+        own = [ticket for ticket in tickets if ticket.trainer == trainer]
+        buffer = ExperienceBuffer(ledger, trainer, limit=9)
+        buffer.extend("maker", own, groups(own, 0, 0), 5)
+        assert buffer.take(2, version=0, deadline_s=5)[0] == [trainer, trainer + 2]
+
+
 def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
     ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
@@ -160,6 +180,33 @@ def test_a_trainer_that_waits_gets_what_stands_behind_the_limit():
     result = in_thread(lambda: buffer.extend("maker", tickets[1:], groups(tickets[1:], 0, 0, 0), 20))
     assert buffer.take(4, version=0, deadline_s=20)[0] == [0, 1, 2, 3]
     assert result() == [1, 2, 3]
+
+
+def test_a_trainer_that_has_waited_and_waits_no_more_holds_makers_back_again():
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=1)
+    tickets = ledger.take("maker", 0, 9)
+    result = in_thread(lambda: buffer.take(2, version=0, deadline_s=20))
+    for ticket in tickets[:3]:  # the trainer takes the first two, the third fills the buffer
+        buffer.extend("maker", [ticket], groups([ticket], 0), 20)
+    assert result()[0] == [0, 1]
+    with pytest.raises(TimeoutError, match="has held 1 groups, 1 at most"):
+        buffer.extend("maker", tickets[3:], groups(tickets[3:], 0), 0.05)
+
+
+def test_a_trainer_notices_that_what_it_waits_for_was_given_up():
+    """Prompts 0 to 3 are due at version 1, the last of which is not to come."""
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    tickets = ledger.take("maker", 0, 4)
+    buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), 5)
+    ledger.trained(buffer.take(2, version=0, deadline_s=5)[0], 0)
+    late = ledger.take("maker", 1, 1)
+    buffer.extend("maker", [tickets[2], *late], groups([tickets[2], *late], 0, 1), 5)
+    result = in_thread(lambda: buffer.take(2, version=1, deadline_s=600))
+    with buffer._changed:  # it waits or has not begun
+        ledger.lost("maker")
+    assert result()[0] == [2, 4]
 
 
 def test_parts_of_groups_are_refused():

@@ -36,6 +36,7 @@ def config_of(*overrides: str) -> DetachedConfig:
     [
         (["detached.max_staleness=2"], "detached.max_staleness=2 trains on responses that older weights drew"),
         (["detached.update_steps=2"], "set it to at most 1"),
+        (["worker_classes.critic=a.Critic"], "worker_classes.critic: makers run a copy of the built-in worker"),
         (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
         (["detached.restart_below=9"], "restart_below=9 has no effect without detached.update_in_flight=true"),
         ([*IN_FLIGHT, "algorithm.adv_estimator=remax"], "compares with a greedy response of the same weights"),
@@ -74,11 +75,13 @@ def test_what_detached_training_cannot_do_is_refused_with_the_reason(overrides: 
 
 
 def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
-    config = config_of("detached.num_makers=2", "detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]")
+    sides = ["detached.num_makers=2", "detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]"]
+    config = config_of(*sides, "actor_rollout_ref.rollout.free_cache_engine=true")
     maker, trainer = config.of_maker("maker_1"), config.of_trainer("trainer_2")
     assert maker.resource_pool_spec == {"maker_1 maker_pool": (2,)}
     assert {maker.role_mapping[role] for role in config.maker_roles} == {"maker_1 maker_pool"}
     assert config.maker_roles == ["actor", "rollout", "critic"] and config.trainer_roles == ["actor", "critic"]
+    assert not maker.actor_rollout_ref.rollout.free_cache_engine, "nothing else wants its memory"
     assert trainer.resource_pool_spec == {"trainer_2 trainer_pool": (1,)}
     sizes = trainer.data.train_batch_size, trainer.actor_rollout_ref.actor.ppo_mini_batch_size
     assert (*sizes, trainer.critic.ppo_mini_batch_size) == (4, 2, 2)
@@ -107,6 +110,21 @@ def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computati
     assert config.num_parts_of_step == num_parts
     three = ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]", "actor_rollout_ref.rollout.n=2"]
     assert config_of(*ahead, *overrides, *three).of_trainer("trainer_2").num_parts_of_step == num_parts
+
+
+def test_what_a_rule_is_not_about_is_allowed():
+    config_of("detached.max_staleness=2", "algorithm.rollout_correction.rollout_is=token")
+    config_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")  # one maker sees the KL of all
+    no_copy = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo"]
+    config_of(*no_copy, "actor_rollout_ref.rollout.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("num_makers", "own", "number"), [(1, "null", 12), (5, "null", 3), (16, "null", 1), (5, "7", 7)]
+)
+def test_makers_share_a_batch_unless_they_are_told_how_many_prompts_each_has(num_makers: int, own: str, number: int):
+    config = config_of(f"detached.num_makers={num_makers}", f"detached.experience_batch_size={own}")
+    assert config.num_prompts_at_a_time == number
 
 
 def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import Completion, RolloutEngine, RolloutError, get_rollout_engine
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, collect_weights
+from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError, collect_weights
 
 PROMPTS = {"a": [10, 11, 12], "b": [20], "c": [30, 31, 32, 33, 34], "d": [10, 11, 12], "e": [7, 7]}
 ModelAndFolder = tuple[str, LlamaForCausalLM]
@@ -179,6 +179,17 @@ def test_an_engine_whose_new_weights_did_not_arrive_draws_no_token_until_others_
     ((_, completion),) = [each for ended in engine.stream() for each in ended]
     assert [span[:2] for span in completion.versions] == [(3, 0), (5, 1)]
     assert_drawn_by({3: model[1], 5: changed}, requests[0], completion, kv="recompute")
+
+
+def test_weights_that_changed_on_their_way_are_refused_and_the_engine_goes_on_with_its_own(
+    model: ModelAndFolder, changed: LlamaForCausalLM
+) -> None:
+    engine, requests, exports = make_engine(model), make_requests({"a": PROMPTS["a"]}), export(changed, 4)
+    expected = run(engine, requests)
+    exports[0].buckets[0].data[0] ^= 1
+    with pytest.raises(StaleWeightsError, match="Weights of version 4 changed on their way: 1 of"):
+        engine.load_weights(exports, 4)
+    assert run(engine, requests) == expected
 
 
 def test_a_request_that_the_engine_lost_is_noticed(model: ModelAndFolder) -> None:

@@ -101,6 +101,9 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
     assert ended["0-0"][1].non_tensor_batch["policy_version"].tolist() == early
     late = [((4, 0, length),) for length in lengths[3:]]
     assert ended["0-1"][1].non_tensor_batch["policy_version"].tolist() == late
+    rollout.workers[0].rollout.is_collect = False  # as all but the first rank of a replica
+    rollout.submit_prompts(prompts(), [0, 0])
+    assert rollout.advance_sequences(RESPONSE) == [None] and not rollout.workers[0].submitted
 
 
 def test_young_responses_are_begun_again_with_new_weights_once(config):
@@ -112,7 +115,9 @@ def test_young_responses_are_begun_again_with_new_weights_once(config):
     assert min(lengths[3:]) == 2 < max(lengths[3:]) and max(lengths[:3]) > 3, "one of 0-1 ends before it is forgotten"
     assert rollout.advance_sequences(2) == [None]
     rollout.load_weights(actor.export_weights(version=4), version=4)  # of equal values
+    assert any("0-1" in name for name in rollout.workers[0].completions)
     assert rollout.restart_sequences(3) == [["0-1"]]
+    assert not any("0-1" in name for name in rollout.workers[0].completions), "they would count as the new ones"
     assert rollout.restart_sequences(3) == [[]]
     (rows,) = rollout.advance_sequences(RESPONSE)
     assert torch.equal(rows.batch["responses"], whole.batch["responses"])

@@ -1,0 +1,111 @@
+"""A maker of detached training, in one process: its replicas, its tickets, and which weights it takes and validates."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_detached_config import IN_FLIGHT, config_of
+from tiny_worker_models import write_model
+from transformers import LlamaForCausalLM
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer.detached.ledger import PromptLedger
+from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
+from verl_like.trainer.detached.side import PushedWeights, SideRecorder
+from verl_like.workers.rollout_worker import RolloutWorker
+from verl_like.workers.weight_sync import collect_weights
+
+
+def maker(**fields: Any) -> Any:
+    """The maker itself, without the actor that it is."""
+    holder = object.__new__(ExperienceMakerHolder.__ray_metadata__.modified_class)
+    vars(holder).update(fields)
+    return holder
+
+
+def prompts(*numbers: int) -> DataProto:
+    ids = torch.tensor([[2 + number, 3, 4] for number in numbers])
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(3).expand_as(ids)}
+    uids = [f"0-{number}" for number in numbers]
+    return DataProto.from_dict(tensors, {"uid": uids}, {"global_steps": 1, "epoch": 0})
+
+
+def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_all_given_to_their_tickets(
+    tmp_path: Path,
+):
+    path = write_model(tmp_path)
+    short = ["data.max_prompt_length=3", "data.max_response_length=9", "actor_rollout_ref.rollout.ignore_eos=true"]
+    short += [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.name=hf"]
+    config = config_of(*IN_FLIGHT, *short, "detached.restart_below=3", "algorithm.adv_estimator=grpo")
+    worker = ClassWithInitArgs(RolloutWorker, config=config.actor_rollout_ref, seed=1)
+    rollout = LocalWorkerGroup(worker, world_size=2, role="rollout")
+    rollout.init_model()
+
+    def load(version: int) -> None:
+        parameters = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
+        export = collect_weights(parameters, dtype=torch.float32, rank=0, world_size=1, version=version)
+        for each in rollout.workers:
+            each.rollout.load_weights([export], version)
+
+    load(0)
+    ledger = PromptLedger(3, batch_size=5, detached=config.detached)
+    run = SimpleNamespace(groups={"rollout": rollout}, maker=None)
+    own = {"name": "maker_0", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_0")}
+    holder = maker(config=config, ledger=ledger, run=run, version=0, **own)
+    tickets = ledger.take("maker_0", 0, 5)
+    holder.submit(tickets[:3], prompts(0, 1, 2))
+    rollout.advance_sequences(4)
+    holder.submit(tickets[3:], prompts(3, 4))
+    assert [replica for _, _, replica in holder.in_flight.values()] == [0, 1, 0, 1, 0]
+    assert [len(each.submitted) for each in rollout.workers] == [3, 2]
+    rollout.advance_sequences(1)
+    load(1)
+    holder.version = 1
+    holder.restart_young()
+    assert ledger.deliver("maker_0", [(0, 0, 0), (1, 0, 0), (2, 0, 0)]) == [0, 1, 2]
+    for number in (3, 4):
+        with pytest.raises(ValueError, match=f"asked for prompt {number} with version 1"):
+            ledger.deliver("maker_0", [(number, 0, 0)])
+
+    assert holder.advance() == 0 and not holder.in_flight
+    ended, of_prompts, generated = holder.ended
+    uids = [f"0-{ticket.number}" for ticket in ended]
+    assert uids == of_prompts.non_tensor_batch["uid"].tolist() == generated.non_tensor_batch["uid"][::4].tolist()
+    assert sorted(uids) == [f"0-{number}" for number in range(5)] and of_prompts.meta_info["global_steps"] == 1
+    spans = dict(zip(uids, generated.non_tensor_batch["policy_version"][::4], strict=True))
+    assert spans["0-0"] == ((0, 0, 5), (1, 5, 9)) and spans["0-4"] == ((1, 0, 9),)
+
+
+@pytest.mark.parametrize(
+    ("version", "validated", "is_due"),
+    [
+        (-1, -1, False),
+        (0, -1, True),
+        (0, 0, False),
+        (2, 0, False),
+        (3, 0, True),
+        (4, 0, True),
+        (5, 3, False),
+        (5, 4, False),
+        (6, 5, True),
+        (2, -1, False),
+    ],
+)
+def test_the_first_version_after_every_test_freq_is_validated_by_one_maker(version: int, validated: int, is_due: bool):
+    state = {"version": version, "validated": validated}
+    assert maker(config=config_of("trainer.test_freq=3"), validates=True, **state).validation_is_due() is is_due
+    assert not maker(config=config_of("trainer.test_freq=3"), validates=False, **state).validation_is_due()
+    other = config_of("trainer.test_freq=-1", "trainer.val_before_train=false")
+    assert not maker(config=other, validates=True, **state).validation_is_due()
+
+
+def test_a_push_that_comes_late_does_not_take_the_place_of_a_newer_one():
+    holder = maker(pushed=None, has_pushed=threading.Condition())
+    for version in (1, 3, 2):
+        holder.update_experience_maker(PushedWeights(version, {}))
+    assert holder.pushed.version == 3
