@@ -80,6 +80,7 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
     assert not killer.is_alive()
     output = capsys.readouterr().out
     assert "maker_0 failed and is started again: maker_0 rank 0" in output
+    assert "Prompts: 240 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n" in output
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61))
     assert [row["detached/trained"] for row in steps] == list(range(4, 241, 4)), "the counts are those of the step"

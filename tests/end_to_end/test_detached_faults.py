@@ -1,7 +1,10 @@
 """Faults of detached training: what a side loses is made again, or the run ends and says who failed."""
 
+import os
 import re
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +34,54 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+def assert_all_prompts_are_counted(output: str, num_steps: int) -> None:
+    """The last line about the prompts counts the four of each step, those with the sides included."""
+    (line,) = re.findall(r"^Prompts: (.*)$", output, re.MULTILINE)
+    counts = {name: int(count) for count, name in (part.split(" ") for part in line.split(", "))}
+    assert counts["trained"] >= 8 and "dropped/maker_lost" not in counts
+    assert sum(counts.values()) == 4 * num_steps, line
+
+
+@pytest.mark.proof
+def test_an_interrupted_run_shows_what_became_of_every_prompt(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+):
+    def interrupt() -> None:
+        while num_steps_logged(tmp_path) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.total_training_steps=1000"]
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert run_apart(settings) == 130
+    assert_all_prompts_are_counted(capsys.readouterr().out, num_steps=1000)
+
+
+def test_of_some_processes_and_their_children_those_that_are_stopped_are_killed():
+    parents = [subprocess.Popen(["sh", "-c", "sleep 600 & wait"]) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(children := [psutil.Process(parent.pid).children() for parent in parents]):
+        assert time.monotonic() < deadline
+    (stopped,) = children[1]
+    stopped.suspend()
+    while stopped.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+    pids = [parent.pid for parent in parents]
+    assert run_detached.kill_stopped._function([999_999_999, *pids]) == [stopped.pid]
+    assert parents[1].wait(timeout=60) == 0, "its child has ended"
+    assert parents[0].poll() is None and children[0][0].status() == psutil.STATUS_SLEEPING
+    for process in (parents[0], children[0][0]):
+        process.kill()
+    parents[0].wait(timeout=60)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("title", "number", "reason"),
     [
         ("ExperienceMakerHolder", signal.SIGSTOP, r"maker_0\.report did not finish within 10 s"),
         ("rollout rank", signal.SIGKILL, r"rollout rank 0 \(node [\d.]+, pid \d+\) died during \w+"),
+        ("rollout rank", signal.SIGSTOP, r"rollout rank 0 \(node [\d.]+, pid \d+\) died during \w+"),
     ],
 )
 def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_prompt_is_lost(
@@ -60,6 +105,10 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     output = capsys.readouterr().out
     assert re.search(f"maker_0 failed and is started again: {reason}", output), output
     assert output.count("is started again") == 1
+    if (title, number) == ("rollout rank", signal.SIGSTOP):
+        assert re.search(r"Process (\d+) is stopped, so it is killed\.\n(.*\n)*maker_0 failed .* pid \1\)", output), (
+            output
+        )
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61))
     counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
@@ -74,14 +123,16 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    ("title", "number", "reason"),
     [
-        (signal.SIGKILL, r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during"),
-        (signal.SIGSTOP, r"trainer_0\.report did not finish within 10 s"),
+        ("DetachedPPOTrainer", signal.SIGKILL, r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during"),
+        ("DetachedPPOTrainer", signal.SIGSTOP, r"trainer_0\.report did not finish within 10 s"),
+        ("PromptLedger", signal.SIGKILL, r"ledger rank 0 \(node [\d.]+, pid [1-9]\d*\) died during"),
+        ("PromptLedger", signal.SIGSTOP, r"ledger\.counts did not finish within 10 s"),
     ],
 )
-def test_a_trainer_that_is_killed_or_stopped_ends_the_run_and_the_error_says_what_others_waited_for(
-    number: int, reason: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture,
+def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_error_says_what_others_waited_for(
+    title: str, number: int, reason: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
@@ -94,14 +145,21 @@ def test_a_trainer_that_is_killed_or_stopped_ends_the_run_and_the_error_says_wha
             killed.append(time.monotonic())
         return bool(family)
 
-    kill_once("DetachedPPOTrainer", number, when=is_time)
+    kill_once(title, number, when=is_time)
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.total_training_steps=1000"]
     assert run_apart(settings) == 1
     assert time.monotonic() - killed[0] < 60
-    message = capsys.readouterr().err
+    output, message = capsys.readouterr()
     assert re.search(reason, message), message
-    ended = r"This ended trainer_0.\ntrainer_0 does not answer: it is stopped or dead\nmaker_0: .* for \d+ s\n"
-    assert re.search(rf"{ended}(.*\n)*.* in workingloop\n", message), message
+    assert "is started again" not in output
+    if title == "PromptLedger":
+        assert re.search(r"This ended ledger.\ntrainer_0: .* for \d+ s\n(.*\n)*maker_0: .* for \d+ s\n", message), (
+            message
+        )
+    else:
+        ended = r"This ended trainer_0.\ntrainer_0 does not answer: it is stopped or dead\nmaker_0: .* for \d+ s\n"
+        assert re.search(rf"{ended}(.*\n)*.* in workingloop\n", message), message
+        assert_all_prompts_are_counted(output, num_steps=1000)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     assert re.search(reason, (tmp_path / "runs/latest/report.html").read_text())
@@ -117,7 +175,7 @@ def test_a_trainer_that_is_killed_or_stopped_ends_the_run_and_the_error_says_wha
         ),
         (
             "import time; time.sleep(900)",
-            r"trainer_0 rank 0 .* trainer 0 needs 4 groups .* by maker: \{'maker_0': \[0, 1, 2, 3\]\}"
+            r"trainer_0 rank 0 .* each trainer needs 4 groups .* by maker: \{'maker_0.1': \[0, 1, 2, 3\]\}"
             r"(.*\n)*trainer_0: waiting for experience for \d+ s\n  Its loop has ended.\n"
             r"maker_0: making experience for \d+ s\n(.*\n)*.*rewards/manager.py.* in answers\n",
         ),
@@ -126,7 +184,7 @@ def test_a_trainer_that_is_killed_or_stopped_ends_the_run_and_the_error_says_wha
 def test_a_reward_function_that_raises_or_never_ends_ends_the_run_without_a_restart(
     statement: str, message: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
 ):
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, "trainer.test_freq=-1", "trainer.call_timeout_s=45"]
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, "trainer.test_freq=-1", "trainer.call_timeout_s=30"]
     settings += ["reward.timeout_s=1000", "trainer.val_before_train=false"]
     (tmp_path / "reward.py").write_text(REWARD.format(statement=statement))
     assert run_apart(settings) == 1

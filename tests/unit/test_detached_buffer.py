@@ -152,12 +152,27 @@ def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
     ledger.take("b", 0, 2)
     buffer.extend("a", tickets[:1], groups(tickets[:1], 0), 5)
     with pytest.raises(
-        TimeoutError, match=r"trainer 1 needs 4 groups .* version 0 and has 1 .*: \{'a': \[3\], 'b': \[5\]\}"
+        TimeoutError,
+        match=r"each trainer needs 4 groups .* 0\. After 0.05 s trainer 0 has 0,.* \{'a': \[0, 2\], 'b': \[4\]\};"
+        r" trainer 1 has 1, .*: \{'a': \[3\], 'b': \[5\]\}",
     ):
         buffer.take(4, version=0, deadline_s=0.05)
     idle = ExperienceBuffer(PromptLedger(num_steps=5, batch_size=8, detached=DetachedBlock()), trainer=0, limit=9)
-    with pytest.raises(TimeoutError, match="nothing, no maker has started any"):
+    with pytest.raises(TimeoutError, match="none, no maker has started any"):
         idle.take(4, version=0, deadline_s=0.05)
+
+
+def test_a_trainer_waits_anew_after_a_maker_was_given_up():
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock())
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    result = in_thread(lambda: buffer.take(1, version=0, deadline_s=1.0))
+    for start in range(30):  # for three times the deadline
+        time.sleep(0.1)
+        ledger.take(f"maker.{start}", 0, 1)
+        ledger.lost(f"maker.{start}")
+    (ticket,) = ledger.take("maker", 0, 1)
+    buffer.extend("maker", [ticket], groups([ticket], 0), 5)
+    assert result()[0] == [ticket.number]
 
 
 def test_a_full_buffer_holds_makers_back_until_the_trainer_takes():

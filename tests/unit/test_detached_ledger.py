@@ -126,31 +126,44 @@ def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is
     tickets = ledger.take("a", 0, 3)
     assert deliver(ledger, "a", tickets[1:2], 0) == [1]
     ledger.lost("a")
-    assert ledger.counts()["again"] == 2 and ledger.holders(0) == {}
+    assert ledger.counts()["again"] == 2 and ledger.holders() == [(1, {})]
+    assert ledger.take("a", 0, 9) is None, "a process that was stopped and goes on gets none of them"
     assert ledger.take("b", 0, 2) == [Ticket(0, 1, 0), Ticket(2, 1, 0)]
-    assert ledger.take("a", 0, 9) == [Ticket(3, 0, 0)], "started again under its name"
+    assert ledger.take("c", 0, 9) == [Ticket(3, 0, 0)]
     assert deliver(ledger, "a", tickets, 0) == []
-    assert ledger.holders(0) == {"b": [0, 2], "a": [3]}
+    assert ledger.holders() == [(1, {"b": [0, 2], "c": [3]})]
     assert deliver(ledger, "b", [Ticket(2, 1, 0)], 0) == [2]
     assert deliver(ledger, "b", [Ticket(2, 1, 0)], 0) == [], "a second time"
     ledger.lost("b")
-    assert ledger.holders(0) == {"a": [3]}
+    assert ledger.holders() == [(2, {"c": [3]})]
     assert ledger.counts() == {
         **{"trained": 0, "training": 0, "in_buffer": 2, "in_flight": 1, "again": 0},
         **{"dropped/maker_lost": 1, "not_started": 9},
     }
-    assert ledger.take("a", 0, 9) == [Ticket(4, 0, 0)], "another prompt fills the place of 0"
+    assert ledger.take("c", 0, 9) == [Ticket(4, 0, 0)], "another prompt fills the place of 0"
 
 
-def test_a_maker_that_is_given_its_prompt_again_is_refused_the_old_attempt():
+def test_a_prompt_that_is_given_out_again_is_taken_from_its_new_maker_and_attempt_alone():
     ledger = PromptLedger(num_steps=3, batch_size=1, detached=DetachedBlock())
     (first,) = ledger.take("a", 0, 1)
     ledger.lost("a")
-    (second,) = ledger.take("a", 0, 1)
+    (second,) = ledger.take("b", 0, 1)
     assert (second.number, second.attempt) == (0, 1)
-    assert deliver(ledger, "a", [first], 0) == []
-    assert deliver(ledger, "b", [second], 0) == []
-    assert deliver(ledger, "a", [second], 0) == [0]
+    assert deliver(ledger, "b", [first], 0) == []
+    assert deliver(ledger, "a", [second], 0) == []
+    assert deliver(ledger, "b", [second], 0) == [0]
+
+
+def test_a_trainer_with_its_share_waits_until_the_others_have_theirs():
+    ledger = PromptLedger(num_steps=2, batch_size=6, detached=DetachedBlock(num_trainers=3))
+    tickets = ledger.take("maker", 0, 6)
+    assert deliver(ledger, "maker", [tickets[0], tickets[3], tickets[1], tickets[2], tickets[5]], 0) == [0, 3, 1, 2, 5]
+    assert ledger.choose(0, 0, 2) is None and ledger.choose(2, 0, 2) is None, "trainer 1 has one of two"
+    assert ledger.choose(0, 0, 1) == [0], "in parts of one group the first is there"
+    assert ledger.choose(0, 0, 1) == [3], "the others have yet to take the first part"
+    assert ledger.choose(1, 0, 1) == [1] and ledger.choose(1, 0, 1) is None
+    deliver(ledger, "maker", [tickets[4]], 0)
+    assert ledger.choose(1, 0, 1) == [4] and ledger.choose(2, 0, 2) == [2, 5]
 
 
 def test_routing_is_in_turn_or_to_the_emptiest_buffer():
@@ -227,8 +240,9 @@ class World:
         dice, ledger, pushed = self.dice, self.ledger, self.version // self.update_steps * self.update_steps
         if dice.random() < 0.2:
             maker.version = dice.choice(range(maker.version, pushed + 1, self.update_steps))
-        if dice.random() < 0.5 and maker not in self.ghosts:
+        if dice.random() < 0.5:
             started = ledger.take(maker.name, maker.version, dice.randint(1, 5)) or []
+            assert not (started and maker in self.ghosts)
             # The first token may be drawn after weights were loaded in between.
             maker.held += [(ticket, dice.choice([maker.version, maker.version, pushed])) for ticket in started]
         if dice.random() < 0.1 and maker.version == pushed:  # begins some again

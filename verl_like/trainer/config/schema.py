@@ -170,10 +170,10 @@ class TrainerConfig(RecordConfig):
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
     call_timeout_s: Seconds = 3600.0
-    """Seconds one call of a worker group may take before the run stops. In detached training also those that a side may
-    wait for others: a trainer at first for a maker's start, the validation before the first step and the experience of
-    a whole batch, later for a push, a validation and that experience; a maker for the start of a trainer, later for
-    update_steps training steps and their checkpoints."""
+    """Seconds one call of a worker group may take before the run stops. In detached training a trainer waits twice as
+    long: at first for a maker's start, the validation before the first step and the experience of a whole batch, later
+    for a push, a validation and that experience. A maker waits three times as long: for the start of a trainer, later
+    for update_steps training steps and their checkpoints. Both begin anew when a maker is started again."""
 
 
 class PPOConfig(RunConfig):

@@ -62,22 +62,26 @@ class ExperienceBuffer:
         """Waits for `num_groups` groups for the step after `version`, as `PromptLedger.choose` says which.
 
         Several calls with one version take a step in parts. Returns their numbers, ascending, and their rows in that
-        order. Raises TimeoutError, which names who holds them, if they did not come within `deadline_s`.
+        order. Raises TimeoutError, which names who holds them, if they, and those of the other trainers for the
+        same step, did not come within `deadline_s`, nor since a maker was last given up.
         """
         started = time.monotonic()
         with self._changed:
             while len(self) < num_groups or not (numbers := self.ledger.choose(self.trainer, version, num_groups)):
-                remaining_s = started + deadline_s - time.monotonic()
-                if remaining_s <= 0:
+                if time.monotonic() - started > deadline_s and self.ledger.seconds_since_loss() > deadline_s:
+                    have = [
+                        f"trainer {trainer} has {there}, and in flight for it are, by maker: "
+                        f"{held or 'none, no maker has started any'}"
+                        for trainer, (there, held) in enumerate(self.ledger.holders())
+                    ]
                     raise TimeoutError(
-                        f"trainer {self.trainer} needs {num_groups} groups for the step after version {version} "
-                        f"and has {len(self)} after {deadline_s:g} s. In flight for it, by maker: "
-                        f"{self.ledger.holders(self.trainer) or 'nothing, no maker has started any'}"
+                        f"each trainer needs {num_groups} groups for the step after version {version}. "
+                        f"After {deadline_s:g} s {'; '.join(have)}"
                     )
                 self._is_starving = True
                 self._changed.notify_all()
-                # At most a second, because a prompt that is dropped elsewhere can end the wait too.
-                self._changed.wait(min(remaining_s, 1.0))
+                # Short, because what comes for another trainer, or is dropped elsewhere, can end the wait too.
+                self._changed.wait(0.1)
                 self._is_starving = False
             groups = [self._groups.pop(number) for number in numbers]
             self._changed.notify_all()

@@ -77,7 +77,8 @@ class DetachedPPOTrainer(Side):
             version, numbers, batches, updates = self.learner.version, [], [], []
             for part in range(1, num_parts + 1):
                 with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
-                    taken, batch = self.buffer.take(data.train_batch_size // num_parts, version, deadline_s)
+                    # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
+                    taken, batch = self.buffer.take(data.train_batch_size // num_parts, version, 2 * deadline_s)
                 numbers += taken
                 batches.append(batch.select())
                 batch.meta_info["part_of_step"] = (part, num_parts)
@@ -130,9 +131,9 @@ class DetachedPPOTrainer(Side):
         self.learner = Learner(config, self.groups, config.detached.max_staleness)
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
+        self.recorder.placement = placement_rows(placement)
         for future in [group.init_model.remote() for group in self.groups.values()]:
             future.get()
-        self.recorder.placement = placement_rows(placement)
 
     @ray.method(concurrency_group="buffer")
     def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:

@@ -1,5 +1,7 @@
 """The ledger of a detached run: hands out prompts so that none is trained too late, and accounts for each."""
 
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +71,7 @@ class PromptLedger:
         self._next_number = 0
         self._num_delivered = 0
         self._dropped: Counter[str] = Counter()
+        self._lost: dict[str, float] = {}  # maker -> when, by time.monotonic()
         # Of each trainer: groups trained or open, in its buffer, taken, trained.
         self._live, self._buffered, self._taken, self._trained = ([0] * num_trainers for _ in range(4))
 
@@ -82,9 +85,9 @@ class PromptLedger:
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
         """At most `limit` tickets that `maker` may start now with weights of `version`.
 
-        Empty where it has to wait for newer weights; None once all steps are trained.
+        Empty where it has to wait for newer weights; None once all steps are trained, and for a maker that is lost.
         """
-        if min(self._trained) == self.num_steps * self.share:
+        if maker in self._lost or min(self._trained) == self.num_steps * self.share:
             return None
         ahead = self.detached.update_steps if self.is_braking else self.detached.max_staleness + 1
         allowed = min(version + ahead, self.num_steps) * self.share
@@ -132,7 +135,11 @@ class PromptLedger:
                 self._open[number].version = max(self._open[number].version, version)
 
     def lost(self, maker: str) -> None:
-        """The maker died: what it started and did not deliver is given out again, or dropped after the last attempt."""
+        """The maker died: what it started and did not deliver is given out again, or dropped after the last attempt.
+
+        Its name is never used again, because a process that was stopped may go on for a moment.
+        """
+        self._lost[maker] = time.monotonic()
         for number in [n for n, entry in self._open.items() if entry.maker == maker and entry.arrival is None]:
             entry = self._open.pop(number)
             self._live[entry.trainer] -= 1
@@ -145,8 +152,23 @@ class PromptLedger:
         """Numbers, ascending, of `num_groups` delivered groups for the step after `version`; None while it must wait.
 
         Those due first, then in the order in which they came. A step may be taken in several parts; what is due may
-        wait for the last.
+        wait for the last. Trainers wait for each other here, and not in the middle of a step.
         """
+        in_step = [each for each, taken in enumerate(self._taken) if taken == self._taken[trainer]]
+        chosen = {each: self._choice(each, version, num_groups) for each in in_step}
+        if not all(chosen.values()):
+            return None
+        numbers = chosen[trainer]
+        for number in numbers:
+            entry = self._open[number]
+            assert 0 <= version - entry.version <= self.detached.max_staleness, (number, entry, version)
+            entry.taken_at = version
+        self._taken[trainer] += num_groups
+        self._buffered[trainer] -= num_groups
+        return numbers
+
+    def _choice(self, trainer: int, version: int, num_groups: int) -> list[int]:
+        """What `choose` says as far as this trainer goes; empty while it must wait."""
         max_staleness = self.detached.max_staleness
         open_ = {n: e for n, e in self._open.items() if e.trainer == trainer and e.taken_at is None}
         there = sorted((e.version, e.arrival, n) for n, e in open_.items() if e.arrival is not None)[:num_groups]
@@ -158,15 +180,7 @@ class PromptLedger:
             sum(due <= by for due in left) > places + (by - version) * self.share
             for by in range(version, version + max_staleness + 1)
         )
-        if len(there) < num_groups or too_many:
-            return None
-        for number in numbers:
-            entry = self._open[number]
-            assert 0 <= version - entry.version <= max_staleness, (number, entry, version)
-            entry.taken_at = version
-        self._taken[trainer] += num_groups
-        self._buffered[trainer] -= num_groups
-        return sorted(numbers)
+        return [] if len(there) < num_groups or too_many else sorted(numbers)
 
     def trained(self, numbers: Sequence[int], version: int, effective_sample_size: float = 1.0) -> dict[str, int]:
         """The step after `version` has trained these groups, which `choose` gave to it.
@@ -181,13 +195,17 @@ class PromptLedger:
         is_done = min(self._trained) == (version + 1) * self.share
         return self.counts() | {"brake": int(self.is_braking)} if is_done else {}
 
-    def holders(self, trainer: int) -> dict[str, list[int]]:
-        """The numbers that the trainer's makers have in flight, by the maker's name."""
-        held: dict[str, list[int]] = {}
+    def seconds_since_loss(self) -> float:
+        """Since a maker was last given up. Who waits for others waits anew, while it is started again."""
+        return time.monotonic() - max(self._lost.values(), default=-math.inf)
+
+    def holders(self) -> list[tuple[int, dict[str, list[int]]]]:
+        """Of each trainer the groups in its buffer, and the numbers that makers have in flight, by the maker's name."""
+        held: list[dict[str, list[int]]] = [{} for _ in self._live]
         for number, entry in self._open.items():
-            if entry.trainer == trainer and entry.arrival is None:
-                held.setdefault(entry.maker, []).append(number)
-        return held
+            if entry.arrival is None:
+                held[entry.trainer].setdefault(entry.maker, []).append(number)
+        return list(zip(self._buffered, held, strict=True))
 
     def counts(self) -> dict[str, int]:
         """Prompts by what became of them; asserts that the sum is the number of prompts that were ever given out.

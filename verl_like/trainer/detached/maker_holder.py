@@ -101,6 +101,7 @@ class ExperienceMakerHolder(Side):
         detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
         model_fn: the worker class of each role that this maker runs; by default those of the configuration.
         env_info: which of the makers this is; the first one validates, see `trainer.test_freq`.
+        start: how often it has been started; with the number it has a name of its own in the ledger.
         pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
@@ -110,10 +111,12 @@ class ExperienceMakerHolder(Side):
         detached_trainer_name_list: Sequence[str],
         model_fn: ModelFn | None = None,
         env_info: EnvInfo | None = None,
+        start: int = 1,
         pools: ResourcePoolManager | None = None,
     ) -> None:
         super().__init__(config, model_fn, env_info, pools)
         self.config, self.trainer_names = config.of_maker(self.name), detached_trainer_name_list
+        self.name_in_ledger = f"{self.name}.{start}"
         self.cleanup = contextlib.ExitStack()
         self.version = -1
         """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
@@ -145,9 +148,9 @@ class ExperienceMakerHolder(Side):
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker))
+        self.recorder.placement = placement_rows(self.run.placement)
         for future in [group.init_model.remote() for group in self.run.groups.values()]:
             future.get()
-        self.recorder.placement = placement_rows(self.run.placement)
         return PromptLoader(self.run.train_dataset, self.run.sampler)
 
     def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:
@@ -155,6 +158,7 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("starting"):
             loader = self.start()
         deadline_s = self.config.trainer.call_timeout_s
+        patience_s = 3 * deadline_s  # longer than a trainer's, which may wait for another maker
         done, waiting_since = 0, time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
@@ -170,7 +174,7 @@ class ExperienceMakerHolder(Side):
                 limit = 0  # until what is in flight has ended and was sent
             tickets: list[Ticket] | None = []
             if self.version >= 0:
-                tickets = self.ledger.take(self.name, self.version, limit)
+                tickets = self.ledger.take(self.name_in_ledger, self.version, limit)
             if tickets is None:
                 break
             for its_tickets, prompts in (data_loader or loader).load(tickets):
@@ -184,9 +188,9 @@ class ExperienceMakerHolder(Side):
                 done += self.advance()
             elif tickets:
                 done += 1
-            elif time.monotonic() - waiting_since > deadline_s:
+            elif time.monotonic() - waiting_since > patience_s and self.ledger.seconds_since_loss() > patience_s:
                 waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
-                raise CallTimeout(self.name, "workingloop", deadline_s, waited_for)
+                raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
             else:
                 with self.recorder.timer("waiting for weights"), self.has_pushed:
                     self.has_pushed.wait(timeout=POLL_S)
@@ -211,7 +215,7 @@ class ExperienceMakerHolder(Side):
         """Begins the youngest of the responses in flight again with the weights just loaded."""
         restarted = self.run.groups[Role.Rollout].restart_sequences(self.config.detached.restart_below)
         tickets = [self.in_flight[uid][0] for uid in {uid for uids in restarted for uid in uids}]
-        self.ledger.renew(self.name, [(ticket.number, ticket.attempt) for ticket in tickets], self.version)
+        self.ledger.renew(self.name_in_ledger, [(each.number, each.attempt) for each in tickets], self.version)
 
     def advance(self) -> int:
         """Goes on with the responses in flight, and meanwhile makes experience of those that ended before and sends it.
@@ -251,7 +255,7 @@ class ExperienceMakerHolder(Side):
                 rows = [place * n + k for place in places for k in range(n)]
                 its_rows = batch if len(rows) == len(batch) else batch.select_idxs(rows)
                 its_tickets = [tickets[place] for place in places]
-                self.sent[side_named(name).extend.remote(self.name, its_tickets, its_rows, metrics)] = name
+                self.sent[side_named(name).extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)] = name
                 metrics = {}  # they count once
 
     def wait_for_sent(self) -> None:

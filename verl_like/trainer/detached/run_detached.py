@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from torch.distributed import TCPStore
@@ -35,6 +36,8 @@ from verl_like.trainer.worker_template import WorkerTemplate
 ANSWER_S = 30.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
 POLL_S = 0.5
+LOOK_S = 15.0
+"""After which a side's workers are looked at, and again: they may be stopped."""
 DISPLAY = replace(
     PPO_DISPLAY,
     step_line=(
@@ -102,6 +105,22 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     except Exception as error:
         error.add_note(run.statuses())
         raise
+    finally:
+        with contextlib.suppress(CallTimeout, WorkerDied):
+            recorder.console.say("Prompts: " + ", ".join(f"{count} {name}" for name, count in run.counts().items()))
+
+
+@ray.remote(num_cpus=0)
+def kill_stopped(pids: Sequence[int]) -> list[int]:
+    """Kills those of the processes, and of their children, that are stopped; runs on their node."""
+    killed = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+                    killed.append(process.pid)
+    return killed
 
 
 class DetachedRun:
@@ -116,6 +135,9 @@ class DetachedRun:
         self.loops: dict[str, Any] = {}
         """The reference to each maker's and trainer's loop, as long as it runs."""
         self.restarts_left = Counter(dict.fromkeys(config.maker_names, config.detached.max_restarts))
+        self.starts: Counter[str] = Counter()
+        """How often each maker was started."""
+        self.looked_at = 0.0
         self.reports: dict[str, SideRecorder] = {}
         """The last report of each side."""
         self.rows: dict[int, list[tuple[dict[str, Metric], float]]] = defaultdict(list)
@@ -147,9 +169,12 @@ class DetachedRun:
             self.loops[name] = actor.fit.remote(steps, detached.update_steps)
         for name in config.maker_names:
             self.start_maker(name)
+        place = self.actors[LEDGER].__ray_call__.remote(lambda _: SideRecorder(LEDGER))
+        self.ledger_place = ray.get(place, timeout=START_DEADLINE_S)
 
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop; the first one validates."""
+        self.starts[name] += 1
         env_info = {"rank": self.config.maker_names.index(name), "world_size": len(self.config.maker_names)}
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
@@ -157,7 +182,7 @@ class DetachedRun:
             trainer = self.pools[self.config.trainer_names[0]].resource_pool_dict.values()
             check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
-            self.config, self.config.trainer_names, env_info=env_info, pools=self.pools[name]
+            self.config, self.config.trainer_names, env_info=env_info, start=self.starts[name], pools=self.pools[name]
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()
@@ -173,6 +198,32 @@ class DetachedRun:
                 self.collect(name)
             for step in [step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)]:
                 self.log_step(step)  # by now makers too have said how long they waited until its end
+            self.counts()
+            if time.monotonic() - self.looked_at > LOOK_S:
+                self.end_stopped_workers()
+
+    def counts(self) -> Any:
+        """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger does not answer."""
+        try:
+            return ask(LEDGER, "counts", timeout=ANSWER_S)
+        except (CallTimeout, WorkerDied) as error:
+            self.remove(LEDGER)
+            self.failed(LEDGER, error)
+
+    def end_stopped_workers(self) -> None:
+        """Kills workers that are stopped, of sides that wait for theirs; their death is found as any other."""
+        pids: dict[str, list[int]] = defaultdict(list)
+        late = [report for report in self.reports.values() if time.time() - report.doing[1] > LOOK_S]
+        for row in [row for report in late for row in report.placement]:
+            pids[row["node"]] += map(int, row["processes"].split(", "))
+        looks = [
+            kill_stopped.options(resources={f"node:{node}": 0.001}).remote(its_pids) for node, its_pids in pids.items()
+        ]
+        for look in ray.wait(looks, num_returns=len(looks), timeout=ANSWER_S)[0] if looks else []:
+            with contextlib.suppress(ray.exceptions.RayError):  # the node has failed
+                for pid in ray.get(look, timeout=ANSWER_S):
+                    self.recorder.console.say(f"Process {pid} is stopped, so it is killed.")
+        self.looked_at = time.monotonic()
 
     def end_of_loop(self, name: str, loop: Any) -> None:
         """A loop has ended: at its end, or because the side failed."""
@@ -182,8 +233,8 @@ class DetachedRun:
             cause = error.cause
             if isinstance(cause, RewardError):
                 raise cause from None
-            if isinstance(cause, WorkerDied) and cause.role in {*self.config.trainer_names, LEDGER}:
-                name = cause.role  # another side's death ended the loop
+            if isinstance(cause, WorkerDied | CallTimeout) and cause.role in {*self.config.trainer_names, LEDGER}:
+                name = cause.role  # another side, which is dead or does not answer, ended the loop
             if not isinstance(cause, WorkerError | CallTimeout):
                 cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
             self.failed(name, cause)
@@ -235,7 +286,7 @@ class DetachedRun:
 
     def place_of(self, name: str) -> tuple[str, int]:
         """Node and process id of a side, as far as they are known."""
-        report = self.reports.get(name)
+        report = self.ledger_place if name == LEDGER else self.reports.get(name)
         return (report.node, report.pid) if report else ("?", 0)
 
     def failed(self, name: str, error: WorkerError | CallTimeout) -> None:
@@ -262,7 +313,7 @@ class DetachedRun:
                 time.sleep(POLL_S)
         self.loops.pop(name, None)
         self.reports.pop(name, None)
-        ask(LEDGER, "lost", name, timeout=ANSWER_S)
+        ask(LEDGER, "lost", f"{name}.{self.starts[name]}", timeout=ANSWER_S)
         self.start_maker(name)
 
     def statuses(self) -> str:
@@ -289,14 +340,12 @@ class DetachedRun:
             with contextlib.suppress(OSError):  # it has ended
                 # If it is stopped, it ends as it goes on: Ray's own kill may miss the fork of a `WorkerTemplate`.
                 os.kill(pid, signal.SIGCONT)
-        for pool in self.pools[name].resource_pool_dict.values():
+        for pool in self.pools[name].resource_pool_dict.values() if name in self.pools else ():
             pool.release()
 
     def finish(self) -> None:
-        """Validates with the last weights, and shows what became of every prompt."""
+        """Validates with the last weights."""
         steps = self.config.trainer.total_training_steps
         self.loops = {name: self.actors[name].finish.remote(steps) for name in self.config.maker_names}
         self.restarts_left.clear()
         self.watch()
-        counts = ask(LEDGER, "counts", timeout=ANSWER_S)
-        self.recorder.console.say("Prompts: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
