@@ -17,7 +17,7 @@ from verl_like.single_controller.ray import (
     ResourcePoolManager,
     create_colocated_worker_cls,
 )
-from verl_like.single_controller.ray.cluster import node_resources, wait_for_nodes
+from verl_like.single_controller.ray.cluster import node_resources
 from verl_like.single_controller.ray.resource_pool import reserve
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -118,8 +118,6 @@ def test_a_pool_whose_resources_others_hold_fails_within_its_deadline(stop_all):
     stop_all.append(holder)
     with pytest.raises(ValueError, match=r"not free within 1 s[\s\S]*2 / 8"):
         RayResourcePool([3], use_gpu=False).get_placement_groups(timeout_s=1)
-    with pytest.raises(ValueError, match="not free within 60 s"):  # which tries that failed have taken
-        wait_for_nodes({"three": [{"CPU": 3}]}, timeout_s=60, started=time.monotonic() - 60)
 
 
 def test_processes_share_the_cores_with_those_of_other_pools(stop_all):

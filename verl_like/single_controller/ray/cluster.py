@@ -1,34 +1,11 @@
 """Resources of the nodes of the Ray cluster, and the choice of a node for each entry of the resource pools."""
 
 import math
-import time
 
 import ray
 import ray._private.state
 
-from verl_like.single_controller.failure import PlacementError
-
 Resources = dict[str, float]
-_POLL_S = 0.2
-
-
-def wait_for_nodes(requests: dict[str, list[Resources]], timeout_s: float, started: float) -> list[str]:
-    """A node id for each node entry of every pool in `requests`, in order, such that all of them fit at once.
-
-    Resources of groups that were just shut down come back within moments, hence the wait. Raises PlacementError with a
-    table: at once if the cluster is too small, `timeout_s` after `started`, of `time.monotonic`, if others hold what is
-    missing.
-    """
-    entries = [entry for pool in requests.values() for entry in pool]
-    if assign(entries, node_resources(total=True)) is None:
-        raise PlacementError(f"the cluster is too small for the resource pools\n{placement_table(requests)}")
-    while (nodes := assign(entries, node_resources(total=False))) is None:
-        if time.monotonic() > started + timeout_s:
-            raise PlacementError(
-                f"the resource pools were not free within {timeout_s:g} s\n{placement_table(requests)}"
-            )
-        time.sleep(_POLL_S)
-    return nodes
 
 
 def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_like.protocol import DataProto
@@ -42,7 +41,8 @@ class ColumnStore:
             self._columns.clear()
             self._ray = this_ray
         tensors = data.tensors()
-        stored = {name: column for name, tensor in tensors.items() if (column := self._find(tensor)) is not None}
+        known: dict[str, _Column | None] = {name: self._columns.get(tensor) for name, tensor in tensors.items()}
+        stored = {name: each for name, each in known.items() if each and each.write_count == write_count(tensors[name])}
         num_rows, fresh, arrays, meta_info = data.__getstate__(left_out=stored)
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put([pack_column(wire) for wire in fresh.values()])
@@ -55,10 +55,6 @@ class ColumnStore:
         segments = list({column.segment for column in stored.values()})
         locations = {name: [segments.index(column.segment), column.index] for name, column in stored.items()}
         return StoredBatch(segments, locations, ray.put(rest) if arrays else rest)
-
-    def _find(self, tensor: torch.Tensor) -> _Column | None:
-        column: _Column | None = self._columns.get(tensor)
-        return column if column is not None and column.write_count == write_count(tensor) else None
 
 
 # One for all groups of a driver, which are given the same batch one after the other.

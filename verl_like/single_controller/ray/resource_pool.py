@@ -9,11 +9,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl_like.single_controller.failure import PlacementError
-from verl_like.single_controller.ray.cluster import Resources, placement_table, wait_for_nodes
+from verl_like.single_controller.ray.cluster import Resources, assign, node_resources, placement_table
 from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
 NUM_TRIES = 4  # of reserving within the deadline
+_POLL_S = 0.2
 
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
@@ -83,24 +84,31 @@ class RayResourcePool(ResourcePool):
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
     """Reserve every pool that is not, all of them or none, on nodes that have room for all at once.
 
-    Raises PlacementError with a table of requested against available resources if they cannot be had in time.
+    Resources of groups that were just shut down come back within moments, hence the wait. Raises PlacementError with a
+    table of requested against available resources: at once if the cluster is too small, after `timeout_s` if others
+    hold what is missing.
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
-    started = time.monotonic()
+    entries = [entry for pool in requests.values() for entry in pool]
+    if assign(entries, node_resources(total=True)) is None:
+        raise PlacementError(f"the cluster is too small for the resource pools\n{placement_table(requests)}")
+    deadline = time.monotonic() + timeout_s
     while True:
-        nodes = iter(wait_for_nodes(requests, timeout_s, started))
-        groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
-        everything = [group for its_groups in groups.values() for group in its_groups]
-        try:
-            ray.get([group.ready() for group in everything], timeout=timeout_s / NUM_TRIES)
-            break
-        except ray.exceptions.GetTimeoutError:  # somebody else took a node at the same time
+        if (chosen := assign(entries, node_resources(total=False))) is not None:
+            nodes = iter(chosen)
+            groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
+            everything = [group for its_groups in groups.values() for group in its_groups]
+            try:
+                ray.get([group.ready() for group in everything], timeout=timeout_s / NUM_TRIES)
+                break
+            except ray.exceptions.GetTimeoutError:  # somebody else took a node at the same time
+                for group in everything:
+                    remove_placement_group(group)
+        if time.monotonic() > deadline:
             table = placement_table(requests)
-            for group in everything:
-                remove_placement_group(group)
-            if time.monotonic() > started + timeout_s:
-                raise PlacementError(f"the resource pools were not placed within {timeout_s:g} s\n{table}") from None
+            raise PlacementError(f"the resource pools were not free within {timeout_s:g} s\n{table}")
+        time.sleep(_POLL_S)
     for pool in pools:
         pool._placement_groups = groups[pool.name]
 
