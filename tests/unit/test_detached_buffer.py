@@ -114,11 +114,11 @@ def test_the_oldest_sample_of_a_group_counts_wherever_it_stands():
 def test_each_of_several_trainers_takes_what_is_its_own():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock(num_trainers=2))
     tickets = ledger.take("maker", 0, 4)
+    buffers = [ExperienceBuffer(ledger, trainer, limit=9) for trainer in (0, 1)]
     for trainer in (1, 0):
         own = [ticket for ticket in tickets if ticket.trainer == trainer]
-        buffer = ExperienceBuffer(ledger, trainer, limit=9)
-        buffer.extend("maker", own, groups(own, 0, 0), 5)
-        assert buffer.take(2, version=0, deadline_s=5)[0] == [trainer, trainer + 2]
+        buffers[trainer].extend("maker", own, groups(own, 0, 0), 5)
+    assert [buffer.take(2, version=0, deadline_s=5)[0] for buffer in buffers] == [[0, 2], [1, 3]]
 
 
 def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
@@ -163,16 +163,18 @@ def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
 
 
 def test_a_trainer_waits_anew_after_a_maker_was_given_up():
-    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock())
-    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
-    result = in_thread(lambda: buffer.take(1, version=0, deadline_s=1.0))
-    for start in range(30):  # for three times the deadline
-        time.sleep(0.1)
-        ledger.take(f"maker.{start}", 0, 1)
-        ledger.lost(f"maker.{start}")
-    (ticket,) = ledger.take("maker", 0, 1)
-    buffer.extend("maker", [ticket], groups([ticket], 0), 5)
-    assert result()[0] == [ticket.number]
+    since_loss = iter([0.1] * 9 + [0.3])
+
+    class Losing(PromptLedger):
+        """Its makers are given up again and again."""
+
+        def seconds_since_loss(self) -> float:
+            return next(since_loss)
+
+    buffer = ExperienceBuffer(Losing(num_steps=5, batch_size=1, detached=DetachedBlock()), trainer=0, limit=9)
+    with pytest.raises(TimeoutError, match="each trainer needs 1 groups"):
+        buffer.take(1, version=0, deadline_s=0.2)
+    assert next(since_loss, None) is None, "it waited until the last loss was longer ago than its deadline"
 
 
 def test_a_full_buffer_holds_makers_back_until_the_trainer_takes():

@@ -1,5 +1,6 @@
 """The ledger of detached training: who may start what, what a trainer may take, and that nothing is lost or too old."""
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -125,7 +126,9 @@ def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is
     ledger = PromptLedger(num_steps=3, batch_size=4, detached=DetachedBlock(max_attempts=2))
     tickets = ledger.take("a", 0, 3)
     assert deliver(ledger, "a", tickets[1:2], 0) == [1]
+    assert ledger.seconds_since_loss() == math.inf
     ledger.lost("a")
+    assert 0 <= ledger.seconds_since_loss() < math.inf
     assert ledger.counts()["again"] == 2 and ledger.holders() == [(1, {})]
     assert ledger.take("a", 0, 9) is None, "a process that was stopped and goes on gets none of them"
     assert ledger.take("b", 0, 2) == [Ticket(0, 1, 0), Ticket(2, 1, 0)]

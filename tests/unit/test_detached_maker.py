@@ -55,7 +55,7 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
     load(0)
     ledger = PromptLedger(3, batch_size=5, detached=config.detached)
     run = SimpleNamespace(groups={"rollout": rollout}, maker=None)
-    own = {"name": "maker_0", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_0")}
+    own = {"name_in_ledger": "maker_0", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_0")}
     holder = maker(config=config, ledger=ledger, run=run, version=0, **own)
     tickets = ledger.take("maker_0", 0, 5)
     holder.submit(tickets[:3], prompts(0, 1, 2))
@@ -98,10 +98,10 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
 )
 def test_the_first_version_after_every_test_freq_is_validated_by_one_maker(version: int, validated: int, is_due: bool):
     state = {"version": version, "validated": validated}
-    assert maker(config=config_of("trainer.test_freq=3"), validates=True, **state).validation_is_due() is is_due
-    assert not maker(config=config_of("trainer.test_freq=3"), validates=False, **state).validation_is_due()
+    assert maker(config=config_of("trainer.test_freq=3"), index=0, **state).validation_is_due() is is_due
+    assert not maker(config=config_of("trainer.test_freq=3"), index=1, **state).validation_is_due()
     other = config_of("trainer.test_freq=-1", "trainer.val_before_train=false")
-    assert not maker(config=other, validates=True, **state).validation_is_due()
+    assert not maker(config=other, index=0, **state).validation_is_due()
 
 
 def test_a_push_that_comes_late_does_not_take_the_place_of_a_newer_one():
