@@ -40,6 +40,16 @@ def run(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[st
     return dict(each for ended in engine.stream() for each in ended)
 
 
+def generate_sequences(engine: RolloutEngine, prompts: DataProto) -> DataProto:
+    """A batch of responses."""
+    stream = engine.stream_sequences(prompts)
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            return end.value
+
+
 def run_late(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps_between: int) -> dict[str, Completion]:
     """One after the other, each while those before are unfinished."""
     completions: dict[str, Completion] = {}
@@ -140,7 +150,7 @@ def run_with_a_response_that_is_refused(
 
     engine._step = step_without_log_probs
     with pytest.raises(RolloutError, match=r"The response to row \d \(uid 0-\d\), sample \d has \d+ tokens but log"):
-        engine.generate_sequences(batch)
+        generate_sequences(engine, batch)
     engine._step = step
     assert not engine._has_work()
     return run(engine, requests)

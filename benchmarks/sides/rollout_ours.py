@@ -96,7 +96,13 @@ def _generate(wanted: list[int], seed: int, greedy: bool, with_seeds: bool = Tru
     }
     batch = DataProto.from_single_dict(columns, meta_info={"global_steps": seed, "validate": greedy})
     with stopwatch() as seconds:
-        output = state["engine"].generate_sequences(batch)
+        stream = state["engine"].stream_sequences(batch)
+        while True:
+            try:
+                next(stream)
+            except StopIteration as end:
+                output = end.value
+                break
     return output, seconds[0]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_requests import generate_sequences
 from test_local_step import local_trainer
 
 from examples.local_grpo_step import LocalTrainer
@@ -197,7 +198,8 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
         (worker,), fixed = trainer.groups["rollout"].workers, prompts_of(trainer, 5)
 
         def seen() -> tuple[torch.Tensor, dict[str, int]]:
-            return worker.rollout.generate_sequences(fixed).batch["rollout_log_probs"], worker.rollout._fingerprints()
+            output = generate_sequences(worker.rollout, fixed)
+            return output.batch["rollout_log_probs"], worker.rollout._fingerprints()
 
         compute_advantages, says, moved = trainer.maker.compute_advantages, [], []
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rollout_requests import generate_sequences
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
@@ -98,7 +99,7 @@ def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_th
 
 
 def test_the_responses_of_a_prompt_follow_each_other(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model).generate_sequences(prompt_batch())
+    output = generate_sequences(make_engine(model), prompt_batch())
     padded = prompt_batch().batch["input_ids"].tolist()
     assert output.batch["prompts"].tolist() == [padded[i] for i in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     lengths = output.batch["response_mask"].sum(-1).tolist()
@@ -107,7 +108,7 @@ def test_the_responses_of_a_prompt_follow_each_other(model: tuple[str, LlamaForC
 
 
 def test_a_response_ends_with_its_first_end_token_and_is_empty_after_it(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model, n=32).generate_sequences(prompt_batch())
+    output = generate_sequences(make_engine(model, n=32), prompt_batch())
     lengths = set()
     for tokens, mask, log_probs in zip(
         output.batch["responses"].tolist(),
@@ -124,18 +125,18 @@ def test_a_response_ends_with_its_first_end_token_and_is_empty_after_it(model: t
 
 
 def test_ignore_eos_generates_up_to_the_limit(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model, n=32, ignore_eos=True).generate_sequences(prompt_batch())
+    output = generate_sequences(make_engine(model, n=32, ignore_eos=True), prompt_batch())
     assert bool((output.batch["responses"] == 1).any())
     assert int(output.batch["response_mask"].sum()) == 96 * 20
 
 
 def test_rollout_log_probs_are_those_of_the_sampling_temperature(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model, temperature=0.7).generate_sequences(prompt_batch())
+    output = generate_sequences(make_engine(model, temperature=0.7), prompt_batch())
     assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.7), atol=1e-5)
 
 
 def test_rollout_log_probs_are_renormalised_over_the_top_k_tokens(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model, top_k=2, n=8).generate_sequences(prompt_batch())
+    output = generate_sequences(make_engine(model, top_k=2, n=8), prompt_batch())
     logits = model[1](torch.tensor([PROMPTS[1]])).logits[0, -1]
     best = logits.topk(2)
     expected = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
@@ -145,8 +146,8 @@ def test_rollout_log_probs_are_renormalised_over_the_top_k_tokens(model: tuple[s
 
 
 def test_tokens_are_drawn_with_the_models_probabilities(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model, top_k=5, n=2000, response_length=1, max_num_seqs=2000).generate_sequences(
-        prompt_batch().select_idxs([1])
+    output = generate_sequences(
+        make_engine(model, top_k=5, n=2000, response_length=1, max_num_seqs=2000), prompt_batch().select_idxs([1])
     )
     best = model[1](torch.tensor([PROMPTS[1]])).logits[0, -1].topk(5)
     counts = torch.bincount(output.batch["responses"][:, 0], minlength=68)
@@ -157,7 +158,7 @@ def test_tokens_are_drawn_with_the_models_probabilities(model: tuple[str, LlamaF
 
 
 def test_validation_decodes_greedily_unless_told_otherwise(model: tuple[str, LlamaForCausalLM]) -> None:
-    output = make_engine(model).generate_sequences(prompt_batch(validate=True))
+    output = generate_sequences(make_engine(model), prompt_batch(validate=True))
     assert len(output) == 3
     for row, prompt in enumerate(PROMPTS):
         ids = torch.tensor([prompt])
@@ -169,14 +170,14 @@ def test_validation_decodes_greedily_unless_told_otherwise(model: tuple[str, Lla
 
 def test_validation_has_its_own_number_of_samples_and_temperature(model: tuple[str, LlamaForCausalLM]) -> None:
     sampling = SamplingConfig(n=2, temperature=0.5)
-    output = make_engine(model, val_kwargs=sampling).generate_sequences(prompt_batch(validate=True))
+    output = generate_sequences(make_engine(model, val_kwargs=sampling), prompt_batch(validate=True))
     assert len(output) == 6
     assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.5), atol=1e-5)
 
 
 def drawn(engine: RolloutEngine, prompts: DataProto) -> dict[tuple[str, int], list[int]]:
     """The response tokens by uid of the prompt and index of the sample; padding rows are left out."""
-    output = engine.generate_sequences(prompts)
+    output = generate_sequences(engine, prompts)
     n, is_pad = len(output) // len(prompts), prompts.batch.get("is_pad", torch.zeros(len(prompts))).tolist()
     return {
         (uid, k): output.batch["responses"][row * n + k].tolist()
@@ -227,9 +228,9 @@ def test_a_requests_seed_is_a_fixed_function_of_all_its_parts() -> None:
 def test_a_prompt_that_is_there_twice_or_without_a_uid_is_refused(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model)
     with pytest.raises(ValueError, match=r"several rows of the prompts \['0-1'\], which would draw the same responses"):
-        engine.generate_sequences(prompt_batch().select_idxs([0, 1, 1]))
+        generate_sequences(engine, prompt_batch().select_idxs([0, 1, 1]))
     with pytest.raises(ValueError, match=r"needs the column 'uid'"):
-        engine.generate_sequences(prompt_batch().select(non_tensor_batch_keys=[]))
+        generate_sequences(engine, prompt_batch().select(non_tensor_batch_keys=[]))
 
 
 GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0], ((7, 0, 3),))
@@ -273,15 +274,15 @@ class Careless(HfEngine):
 
 def test_a_lost_or_damaged_response_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model)
-    expected = engine.generate_sequences(prompt_batch())
+    expected = generate_sequences(engine, prompt_batch())
     engine.__class__, engine.loses, engine.empties = Careless, "row 1 (uid 0-1), sample 2", None
     with pytest.raises(RolloutError, match=r"lost 1 requests: \['row 1 \(uid 0-1\), sample 2'\]"):
-        engine.generate_sequences(prompt_batch())
+        generate_sequences(engine, prompt_batch())
     engine.loses, engine.empties = None, "row 2 (uid 0-2), sample 0"
     with pytest.raises(RolloutError, match=r"The response to row 2 \(uid 0-2\), sample 0 has 0 tokens"):
-        engine.generate_sequences(prompt_batch())
+        generate_sequences(engine, prompt_batch())
     engine.empties = None
-    assert engine.generate_sequences(prompt_batch()).equal(expected), "no request is left to the next batch"
+    assert generate_sequences(engine, prompt_batch()).equal(expected), "no request is left to the next batch"
 
 
 def parts_and_result(engine: RolloutEngine, prompts: DataProto) -> tuple[list[list[FinishedSample]], DataProto]:
@@ -300,7 +301,7 @@ def test_finished_responses_are_told_while_others_are_generated(
     engine = make_engine(model)
     prompts = prompt_batch()
     parts, output = parts_and_result(engine, prompts)
-    assert output.equal(engine.generate_sequences(prompts))
+    assert output.equal(generate_sequences(engine, prompts))
     told = [(sample.uid, sample.index) for part in parts for sample in part]
     assert sorted(told) == [(f"0-{row}", k) for row in range(3) for k in range(3)]
     lengths = [len(sample.token_ids) for part in parts for sample in part]
@@ -340,29 +341,29 @@ def test_padding_rows_do_not_count_in_the_prefix_cache_hit_rate(model: tuple[str
         ([True, True, True], 0, 0),
     ):
         padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor(is_pad)}))
-        rate = engine.generate_sequences(padded).meta_info["metrics"]["rollout/prefix_cache_hit_rate"]
+        rate = generate_sequences(engine, padded).meta_info["metrics"]["rollout/prefix_cache_hit_rate"]
         assert rate == Metric.mean(num_cached / max(1, num_tokens), weight=num_tokens)
 
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model, prompt_length=3)
     with pytest.raises(ValueError, match=r"row 1 \(uid 0-1\), sample 0 has 0 tokens"):
-        engine.generate_sequences(prompt_batch([[10], []]))
+        generate_sequences(engine, prompt_batch([[10], []]))
     with pytest.raises(ValueError, match=r"row 0 \(uid 0-0\), sample 0 has 4 tokens, but 1 to rollout.prompt_length=3"):
-        engine.generate_sequences(prompt_batch([[10, 11, 12, 13]]))
+        generate_sequences(engine, prompt_batch([[10, 11, 12, 13]]))
 
 
 def test_an_engine_without_weights_does_not_generate(model: tuple[str, LlamaForCausalLM]) -> None:
     with pytest.raises(RuntimeError, match="no verified weights"):
-        make_engine(model, load=False).generate_sequences(prompt_batch())
+        generate_sequences(make_engine(model, load=False), prompt_batch())
 
 
 def test_new_weights_change_the_log_probs_and_the_version(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model)
-    before = engine.generate_sequences(prompt_batch())
+    before = generate_sequences(engine, prompt_batch())
     changed = LlamaForCausalLM(model[1].config).eval().requires_grad_(False)
     report = engine.load_weights([export(changed, version=8)], 8)
-    after = engine.generate_sequences(prompt_batch())
+    after = generate_sequences(engine, prompt_batch())
     assert {spans[0][0] for spans in after.non_tensor_batch["policy_version"]} == {8} == {report["version"]}
     assert torch.allclose(after.batch["rollout_log_probs"], log_probs_of(changed, after, 1.0), atol=1e-5)
     assert not torch.equal(before.batch["responses"], after.batch["responses"])

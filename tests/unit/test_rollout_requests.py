@@ -148,9 +148,6 @@ def test_requests_that_cannot_be_served_are_refused_and_none_of_them_is_taken_in
     too_long = dataclasses.replace(SAMPLING, max_tokens=21)
     with pytest.raises(ValueError, match=r"a asks for 21 tokens, .* rollout.response_length=20"):
         engine.submit(make_requests({"a": [10]}, too_long))
-    for wrong_sampling in ({"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}):
-        with pytest.raises(ValueError, match="cannot be drawn from"):
-            dataclasses.replace(SAMPLING, **wrong_sampling)
     submit, engine._submit = engine._submit, lambda requests: (submit(requests[:1]), 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.submit(make_requests({"a": [10], "b": [10]}))

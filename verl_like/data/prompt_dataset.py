@@ -43,8 +43,6 @@ class PromptDataset:
         max_samples: int = -1,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if truncation not in ("error", "left", "right", "middle"):
-            raise ValueError(f"data.truncation is {truncation!r}, expected error, left, right or middle")
         self.max_prompt_length = max_prompt_length
         self.pad_token_id = _pad_token_id(tokenizer)
         rows = read_prompt_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples)

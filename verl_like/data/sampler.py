@@ -11,8 +11,6 @@ class EpochSampler:
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
-        if batch_size < 1:
-            raise ValueError(f"the batch size is {batch_size}, expected at least 1")
         if num_rows < batch_size:
             raise ValueError(
                 f"data.train_files has {num_rows} rows, fewer than data.train_batch_size={batch_size}: add rows, or "

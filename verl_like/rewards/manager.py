@@ -76,8 +76,6 @@ class RewardManager:
         timeout_s: float = 30.0,
         on_error: Literal["fail", "skip", "score"] = "fail",
     ) -> None:
-        if on_error not in ("fail", "skip", "score"):
-            raise ValueError(f"reward.on_error is {on_error!r}, expected fail, skip or score")
         if num_workers < 1 or not timeout_s > 0:
             raise ValueError(
                 f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at least 1 and above 0"

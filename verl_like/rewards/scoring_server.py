@@ -30,7 +30,10 @@ def serve(socket_fd: int, parent_pid: int) -> None:
 
     It answers whether the function could be loaded. For each sample it answers that it begins, and then the score.
     """
-    _die_with_the_driver(parent_pid)
+    if sys.platform == "linux":  # a driver that is killed leaves no worker behind, not even one that hangs in C
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it died before the signal was set
+            os._exit(1)
     os.set_inheritable(socket_fd, False)
     connection, loop = Connection(socket_fd), asyncio.new_event_loop()
     spec, timeout_s = connection.recv()
@@ -112,12 +115,3 @@ def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     last = (own or frames)[-1:]
     return "".join(f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last)
-
-
-def _die_with_the_driver(parent_pid: int) -> None:
-    """A driver that is killed leaves no worker behind, not even one that hangs in C (Linux only)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the signal was set
-        os._exit(1)

@@ -48,7 +48,7 @@ class FinishedSample:
 class RolloutEngine(ABC):
     """Generates responses with the trainer's weights; engines differ in how they sample and how they take weights.
 
-    Requests come one by one (`submit`, `step`, `abort`) or as a batch (`generate_sequences`), and weights at any time
+    Requests come one by one (`submit`, `step`, `abort`) or as a batch (`stream_sequences`), and weights at any time
     between two steps, also while responses are unfinished. The tokens of a response do not depend on the way: they are
     a function of its request and of the weights of each token, up to the rounding of the logits.
 
@@ -206,15 +206,6 @@ class RolloutEngine(ABC):
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; abort them before the engine sleeps.")
         self._sleep()
-
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """What `stream_sequences` returns."""
-        stream = self.stream_sequences(prompts)
-        while True:
-            try:
-                next(stream)
-            except StopIteration as end:
-                return end.value
 
     def stream_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
         """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.

@@ -26,14 +26,6 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response and belong to it; empty means that every response has `max_tokens` tokens."""
 
-    def __post_init__(self) -> None:
-        top_k_is_right = self.top_k == -1 or self.top_k >= 1
-        if not (self.temperature >= 0 and top_k_is_right and 0 < self.top_p <= 1 and self.max_tokens >= 1):
-            raise ValueError(
-                f"{self} cannot be drawn from: temperature is at least 0, top_k is -1 or at least 1, top_p is above 0 "
-                "and at most 1, max_tokens is at least 1."
-            )
-
 
 @dataclass(frozen=True)
 class GenerationRequest:

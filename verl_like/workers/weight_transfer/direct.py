@@ -48,12 +48,11 @@ class DirectTransport(WeightTransport):
     def joined(self, rank: int, num_receivers: int) -> Iterator[None]:
         """Around `send`, on all ranks of the trainer; at the first time rank 0 waits 5 minutes for the receivers."""
         if rank == 0 and self._group is None:
-            host, port = self._address
-            self._group = self._join({"master_address": host, "master_port": port, "world_size": 1 + num_receivers})
+            self._group = self._join(*self._address, 1 + num_receivers)
         yield
 
     @abstractmethod
-    def _join(self, place: dict[str, Any]) -> Any:
+    def _join(self, host: str, port: int, world_size: int) -> Any:
         """vLLM's group of rank 0 and the receivers."""
 
     @abstractmethod
@@ -64,10 +63,10 @@ class DirectTransport(WeightTransport):
 class NcclTransport(DirectTransport):
     """Rank 0 broadcasts the parameters to all receivers, in NCCL without a deadline of its own."""
 
-    def _join(self, place: dict[str, Any]) -> Any:
+    def _join(self, host: str, port: int, world_size: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        return trainer_init(place)
+        return trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
 
     def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
         whole = gather(parameters, dtype)
@@ -87,10 +86,10 @@ class IpcTransport(DirectTransport):
     Rank 0 has a store, by which all wait for each other: 5 minutes at most each time.
     """
 
-    def _join(self, place: dict[str, Any]) -> Any:
+    def _join(self, host: str, port: int, world_size: int) -> Any:
         from vllm.distributed.utils import StatelessProcessGroup
 
-        return StatelessProcessGroup.create(place["master_address"], place["master_port"], 0, place["world_size"])
+        return StatelessProcessGroup.create(host, port, 0, world_size)
 
     @contextmanager
     def joined(self, rank: int, num_receivers: int) -> Iterator[None]:
