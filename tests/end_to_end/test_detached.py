@@ -75,9 +75,11 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
     settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
-    killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 2)
+    killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 6)
     assert run_apart(settings) == 0
     assert not killer.is_alive()
+    validated = [row["step"] // 5 for row in metrics_of(tmp_path) if "val-core/exact_match/acc/mean@1" in row]
+    assert validated == sorted(set(validated)), "the maker that was started again validates when it is due"
     output = capsys.readouterr().out
     assert "maker_0 failed and is started again: maker_0 rank 0" in output
     assert "Prompts: 240 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n" in output

@@ -102,6 +102,7 @@ class ExperienceMakerHolder(Side):
         model_fn: the worker class of each role that this maker runs; by default those of the configuration.
         env_info: which of the makers this is; the first one validates, see `trainer.test_freq`.
         start: how often it has been started; with the number it has a name of its own in the ledger.
+        validated: the version that the maker whose place it takes validated last.
         pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
@@ -112,6 +113,7 @@ class ExperienceMakerHolder(Side):
         model_fn: ModelFn | None = None,
         env_info: EnvInfo | None = None,
         start: int = 1,
+        validated: int = -1,
         pools: ResourcePoolManager | None = None,
     ) -> None:
         super().__init__(config, model_fn, env_info, pools)
@@ -120,7 +122,7 @@ class ExperienceMakerHolder(Side):
         self.cleanup = contextlib.ExitStack()
         self.version = -1
         """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
-        self.validated = -1
+        self.validated = validated
         """The version that was validated last."""
         self.has_pushed = threading.Condition()
         self.in_flight: dict[str, tuple[Ticket, DataProto, int]] = {}
@@ -298,6 +300,9 @@ class ExperienceMakerHolder(Side):
                 headers = [part.header for export in weights.exports.values() for part in export.parts]
                 try:
                     ray.get(headers, timeout=deadline_s)
+                except ray.exceptions.GetTimeoutError:
+                    waited_for = f"weights of version {weights.version}, from {self.trainer_names[0]}"
+                    raise CallTimeout(self.name, "load_newest_weights", deadline_s, waited_for) from None
                 except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                     return
                 try:

@@ -144,6 +144,7 @@ class DetachedRun:
         """The metrics of a step by those trainers that have done it, and when they had."""
         self.waits: dict[str, dict[float, float]] = defaultdict(dict)
         """When each side waited for others: the ends by the starts."""
+        self.validated = -1
 
     def start(self) -> None:
         """Starts ledger, trainers and makers, and their loops."""
@@ -182,7 +183,12 @@ class DetachedRun:
             trainer = self.pools[self.config.trainer_names[0]].resource_pool_dict.values()
             check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
-            self.config, self.config.trainer_names, env_info=env_info, start=self.starts[name], pools=self.pools[name]
+            self.config,
+            self.config.trainer_names,
+            env_info=env_info,
+            start=self.starts[name],
+            validated=self.validated,
+            pools=self.pools[name],
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()
@@ -263,6 +269,7 @@ class DetachedRun:
         for step, metrics, ended in report.rows:
             if name in self.config.maker_names:
                 self.recorder.log_validation(metric_values(metrics), step)
+                self.validated = step
             else:
                 self.rows[step].append((dict(metrics), ended))
 
