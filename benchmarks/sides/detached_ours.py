@@ -37,7 +37,7 @@ class Trainer:
 
     @ray.method(concurrency_group="extend")
     def extend(self, tickets: list[Any], batch: DataProto) -> int:
-        return len(self.buffer.extend("maker", tickets, batch, TIMEOUT_S))
+        return len(self.buffer.extend("maker", tickets, batch, {}))
 
     def collect(self) -> np.ndarray:
         found = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
@@ -48,14 +48,14 @@ def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 9)
-    assert buffer.extend("maker", [tickets[3], tickets[1]], groups([tickets[3], tickets[1]], 0, 0), 5) == [3, 1]
+    assert buffer.extend("maker", [tickets[3], tickets[1]], groups([tickets[3], tickets[1]], 0, 0), {}) == [3, 1]
     assert len(buffer) == 2
     numbers, batch = buffer.take(2, version=0, deadline_s=5)
     assert numbers == [1, 3]
     assert batch.batch["values"].flatten().tolist() == [10, 11, 12, 30, 31, 32]
     assert batch.non_tensor_batch["policy_version"][2] == ((0, 0, 4), (2, 4, 6))
-    buffer.extend("maker", [tickets[0]], groups([tickets[0]], 0), 5)
-    buffer.extend("maker", [tickets[2]], groups([tickets[2]], 0), 5)
+    buffer.extend("maker", [tickets[0]], groups([tickets[0]], 0), {})
+    buffer.extend("maker", [tickets[2]], groups([tickets[2]], 0), {})
     assert buffer.take(2, version=0, deadline_s=5)[1].batch["values"][:, 0].tolist() == [0, 1, 2, 20, 21, 22]
     assert len(buffer) == 0
 
@@ -93,10 +93,10 @@ def test_the_oldest_token_of_a_group_decides_when_it_is_due():
     ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     zero, one = ledger.take("maker", 0, 2)
-    buffer.extend("maker", [zero], groups([zero], 0), 5)
+    buffer.extend("maker", [zero], groups([zero], 0), {})
     ledger.trained(buffer.take(1, version=0, deadline_s=5)[0], 0)
     (two,) = ledger.take("maker", 1, 1)
-    buffer.extend("maker", [two, one], groups([two, one], 1, 0), 5)
+    buffer.extend("maker", [two, one], groups([two, one], 1, 0), {})
     assert buffer.take(1, version=1, deadline_s=5)[0] == [1]
     assert buffer.take(1, version=2, deadline_s=5)[0] == [2]
 
@@ -117,7 +117,7 @@ def test_each_of_several_trainers_takes_what_is_its_own():
     buffers = [ExperienceBuffer(ledger, trainer, limit=9) for trainer in (0, 1)]
     for trainer in (1, 0):
         own = [ticket for ticket in tickets if ticket.trainer == trainer]
-        buffers[trainer].extend("maker", own, groups(own, 0, 0), 5)
+        buffers[trainer].extend("maker", own, groups(own, 0, 0), {})
     assert [buffer.take(2, version=0, deadline_s=5)[0] for buffer in buffers] == [[0, 2], [1, 3]]
 
 
@@ -127,11 +127,12 @@ def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
     late = ledger.take("a", 0, 1)
     ledger.lost("a")
     again = ledger.take("b", 0, 2)
-    assert buffer.extend("a", late, groups(late, 0), 5) == []
-    assert len(buffer) == 0
+    assert buffer.extend("a", late, groups(late, 0), {"reward/num_errors": Metric.sum(1)}) == []
+    assert len(buffer) == 0 and not buffer.metrics
     batch = groups(again, 0, 0)
     batch.batch["values"] += 0.5
-    assert buffer.extend("b", again, batch, 5) == [0, 1]
+    assert buffer.extend("b", again, batch, {"reward/num_errors": Metric.sum(0)}) == [0, 1]
+    assert list(buffer.metrics) == [{"reward/num_errors": Metric.sum(0)}]
     assert buffer.take(2, 0, 5)[1].batch["values"][:, 0].tolist() == [0.5, 1.5, 2.5, 10.5, 11.5, 12.5]
 
 
@@ -141,7 +142,7 @@ def test_a_taker_waits_for_a_maker():
     tickets = ledger.take("maker", 0, 9)
     result = in_thread(lambda: buffer.take(2, version=0, deadline_s=20))
     for ticket in tickets:
-        buffer.extend("maker", [ticket], groups([ticket], 0), 5)
+        buffer.extend("maker", [ticket], groups([ticket], 0), {})
     assert result()[0] == [0, 1]
 
 
@@ -150,7 +151,7 @@ def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
     buffer = ExperienceBuffer(ledger, trainer=1, limit=9)
     tickets = [ticket for ticket in ledger.take("a", 0, 4) if ticket.trainer == 1]
     ledger.take("b", 0, 2)
-    buffer.extend("a", tickets[:1], groups(tickets[:1], 0), 5)
+    buffer.extend("a", tickets[:1], groups(tickets[:1], 0), {})
     with pytest.raises(
         TimeoutError,
         match=r"each trainer needs 4 groups .* 0\. After 0.05 s trainer 0 has 0,.* \{'a': \[0, 2\], 'b': \[4\]\};"
@@ -177,49 +178,15 @@ def test_a_trainer_waits_anew_after_a_maker_was_given_up():
     assert next(since_loss, None) is None, "it waited until the last loss was longer ago than its deadline"
 
 
-def test_a_full_buffer_holds_makers_back_until_the_trainer_takes():
-    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
-    buffer = ExperienceBuffer(ledger, trainer=0, limit=3)
-    tickets = ledger.take("maker", 0, 9)
-    buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), 5)
-    with pytest.raises(TimeoutError, match=r"trainer 0 has held 2 groups, 3 at most, for 0.05 s.* maker waits with 2"):
-        buffer.extend("maker", tickets[2:], groups(tickets[2:], 0, 0), 0.05)
-    result = in_thread(lambda: buffer.extend("maker", tickets[2:], groups(tickets[2:], 0, 0), 20))
-    assert buffer.take(2, version=0, deadline_s=5)[0] == [0, 1]
-    assert result() == [2, 3]
-
-
-def test_a_trainer_that_waits_gets_what_stands_behind_the_limit():
-    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
-    buffer = ExperienceBuffer(ledger, trainer=0, limit=1)
-    tickets = ledger.take("maker", 0, 9)
-    buffer.extend("maker", tickets[:1], groups(tickets[:1], 0), 5)
-    result = in_thread(lambda: buffer.extend("maker", tickets[1:], groups(tickets[1:], 0, 0, 0), 20))
-    assert buffer.take(4, version=0, deadline_s=20)[0] == [0, 1, 2, 3]
-    assert result() == [1, 2, 3]
-
-
-def test_a_trainer_that_has_waited_and_waits_no_more_holds_makers_back_again():
-    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
-    buffer = ExperienceBuffer(ledger, trainer=0, limit=1)
-    tickets = ledger.take("maker", 0, 9)
-    result = in_thread(lambda: buffer.take(2, version=0, deadline_s=20))
-    for ticket in tickets[:3]:  # the trainer takes the first two, the third fills the buffer
-        buffer.extend("maker", [ticket], groups([ticket], 0), 20)
-    assert result()[0] == [0, 1]
-    with pytest.raises(TimeoutError, match="has held 1 groups, 1 at most"):
-        buffer.extend("maker", tickets[3:], groups(tickets[3:], 0), 0.05)
-
-
 def test_a_trainer_notices_that_what_it_waits_for_was_given_up():
     """Prompts 0 to 3 are due at version 1, the last of which is not to come."""
     ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 4)
-    buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), 5)
+    buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), {})
     ledger.trained(buffer.take(2, version=0, deadline_s=5)[0], 0)
     late = ledger.take("maker", 1, 1)
-    buffer.extend("maker", [tickets[2], *late], groups([tickets[2], *late], 0, 1), 5)
+    buffer.extend("maker", [tickets[2], *late], groups([tickets[2], *late], 0, 1), {})
     result = in_thread(lambda: buffer.take(2, version=1, deadline_s=600))
     with buffer._changed:  # it waits or has not begun
         ledger.lost("maker")
@@ -237,7 +204,7 @@ def test_parts_of_groups_are_refused():
 def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
     num_steps, share = 6, 8
     ledger = PromptLedger(num_steps=num_steps, batch_size=share, detached=DetachedBlock(max_staleness=1))
-    buffer, lock, version = ExperienceBuffer(ledger, trainer=0, limit=5), threading.Lock(), [0]
+    buffer, lock, version = ExperienceBuffer(ledger, trainer=0, limit=16), threading.Lock(), [0]
 
     class Locked:
         """The ledger as an actor is: one call at a time."""
@@ -255,7 +222,7 @@ def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
     def work(maker: str) -> str:
         while (tickets := calls.take(maker, now := version[0], 3)) is not None:
             if tickets:
-                buffer.extend(maker, tickets, groups(tickets, *[now] * len(tickets)), 20)
+                buffer.extend(maker, tickets, groups(tickets, *[now] * len(tickets)), {})
         return maker
 
     results = [in_thread(lambda name=name: work(name)) for name in ("a", "b", "c")]
@@ -292,7 +259,7 @@ def test_a_side_says_what_it_waits_for_and_in_which_function_its_loop_stands():
 
 def test_a_wait_that_lasts_is_reported_until_now_and_again_when_it_has_ended():
     recorder, before = SideRecorder("maker_3"), time.time()
-    with recorder.timer("making experience"), recorder.timer("waiting for room in a buffer"):
+    with recorder.timer("making experience"), recorder.timer("waiting for experience to arrive"):
         ((start, first_end),) = recorder.report().waits
         between = time.time()
     assert before <= start <= first_end <= between

@@ -2,14 +2,15 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 
 class ExperienceBuffer:
-    """Groups that wait for trainer number `trainer`, `limit` at most as long as it does not wait itself.
+    """Groups that wait for trainer number `trainer`, `limit` at most: for more the ledger gives no tickets.
 
     `extend` and `take` may run in different threads. `ledger` is the run's, or anything with its methods that has a
     deadline of its own, as a handle of the actor.
@@ -19,19 +20,19 @@ class ExperienceBuffer:
         self.ledger, self.trainer, self.limit = ledger, trainer, limit
         self._groups: dict[int, tuple[DataProto, int, int]] = {}  # by its number: what came with it, and its rows there
         self._changed = threading.Condition()
-        self._is_starving = False
+        self.metrics: deque[dict[str, Metric]] = deque()
+        """What makers measured of the groups that were kept."""
 
     def __len__(self) -> int:
         """Groups that wait here."""
         return len(self._groups)
 
-    def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, deadline_s: float) -> list[int]:
+    def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> list[int]:
         """Takes in the groups of `tickets`: (len(tickets) * n,) rows in their order, the n of a ticket side by side.
 
         `meta_info` is not kept: it is of a call, and a step mixes the groups of several. The column `policy_version`
-        says how old each group is; its oldest token counts. Waits while the buffer is full; raises TimeoutError if
-        the trainer took nothing for `deadline_s`. Returns the numbers that were kept; the others were given to another
-        maker meanwhile.
+        says how old each group is; its oldest token counts. Returns the numbers that were kept; the others were given
+        to another maker meanwhile, and where none is kept, neither are `metrics`.
         """
         if not tickets or len(batch) % len(tickets):
             raise ValueError(
@@ -43,18 +44,12 @@ class ExperienceBuffer:
         groups = {ticket.number: (rows, index * n, (index + 1) * n) for index, ticket in enumerate(tickets)}
         oldest = [min(versions[index * n : (index + 1) * n]) for index in range(len(tickets))]
         with self._changed:
-            # A trainer that waits gets all that comes: what it waits for may stand behind the limit.
-            if not self._changed.wait_for(
-                lambda: len(self) + len(tickets) <= self.limit or self._is_starving, timeout=deadline_s
-            ):
-                raise TimeoutError(
-                    f"the buffer of trainer {self.trainer} has held {len(self)} groups, {self.limit} at most, for "
-                    f"{deadline_s:g} s: the trainer takes none, and {maker} waits with {len(tickets)} more"
-                )
             kept = self.ledger.deliver(
                 maker, [(ticket.number, ticket.attempt, age) for ticket, age in zip(tickets, oldest, strict=True)]
             )
             self._groups |= {number: groups[number] for number in kept}
+            self.metrics += [metrics] if kept else []
+            assert len(self) <= self.limit, (len(self), self.limit)
             self._changed.notify_all()
         return kept
 
@@ -78,13 +73,9 @@ class ExperienceBuffer:
                         f"each trainer needs {num_groups} groups for the step after version {version}. "
                         f"After {deadline_s:g} s {'; '.join(have)}"
                     )
-                self._is_starving = True
-                self._changed.notify_all()
                 # Short, because what comes for another trainer, or is dropped elsewhere, can end the wait too.
                 self._changed.wait(0.1)
-                self._is_starving = False
             groups = [self._groups.pop(number) for number in numbers]
-            self._changed.notify_all()
         # Neighbours stay together, so that what was made together and is trained together is not copied.
         pieces: list[tuple[DataProto, int, int]] = []
         for batch, start, stop in groups:

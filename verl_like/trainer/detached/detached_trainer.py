@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -52,8 +51,6 @@ class DetachedPPOTrainer(Side):
     ) -> None:
         super().__init__(config, model_fn, env_info, pools)
         self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
-        self.metrics: deque[dict[str, Metric]] = deque()
-        """What the makers measured since the last training step."""
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
@@ -89,7 +86,7 @@ class DetachedPPOTrainer(Side):
                     updates.append(self.learner.learn(Experience(batch, work, {})))
                     if part < num_parts:
                         updates[-1].get()
-            made = [self.metrics.popleft() for _ in range(len(self.metrics))]
+            made = [self.buffer.metrics.popleft() for _ in range(len(self.buffer.metrics))]
             with self.recorder.timer("update"):
                 batch = DataProto.concat(batches) if num_parts > 1 else batches[0]
                 metrics = [batch_metrics(batch, data.max_prompt_length, data.max_response_length)]
@@ -137,9 +134,8 @@ class DetachedPPOTrainer(Side):
 
     @ray.method(concurrency_group="buffer")
     def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:
-        """Takes the experience of some tickets, n rows each; waits while the buffer is full."""
-        self.metrics.append(metrics)  # before the loop can take what they are of
-        self.buffer.extend(maker, tickets, batch, self.config.trainer.call_timeout_s)
+        """Takes the experience of some tickets, n rows each."""
+        self.buffer.extend(maker, tickets, batch, metrics)
 
     def push(self) -> None:
         """The first trainer exports the weights, of which each has whole copies, and gives all makers references."""

@@ -261,15 +261,15 @@ class ExperienceMakerHolder(Side):
                 metrics = {}  # they count once
 
     def wait_for_sent(self) -> None:
-        """Until the trainers have what was sent; they take it when their buffer has room."""
+        """Until the trainers have what was sent."""
         deadline_s = self.config.trainer.call_timeout_s
-        with self.recorder.timer("waiting for room in a buffer"):
+        with self.recorder.timer("waiting for experience to arrive"):
             deadline = time.monotonic() + deadline_s
             for reference, name in self.sent.items():
                 try:
                     ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
                 except ray.exceptions.GetTimeoutError:
-                    raise CallTimeout(self.name, "send", deadline_s, f"room in the buffer of {name}") from None
+                    raise CallTimeout(self.name, "send", deadline_s, f"its experience to arrive at {name}") from None
                 except ray.exceptions.RayActorError as error:
                     raise side_died(name, "extend", error) from None
         self.sent = {}
