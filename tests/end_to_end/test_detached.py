@@ -29,6 +29,7 @@ def calls_of(folder: Path) -> Counter[str]:
 
 
 PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=3", "algorithm.kl_ctrl.kl_coef=0.2"]
+PPO += ["trainer.n_gpus_per_node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +96,30 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
 
 @pytest.mark.proof
 @pytest.mark.parametrize("num_trainers", [1, 2])
-def test_actor_and_critic_train_each_mini_batch_of_a_step_as_it_arrives(
-    tmp_path: Path, tiny_llama: Callable, num_trainers: int
+def test_actor_and_critic_train_each_mini_batch_of_a_step_as_it_arrives_and_two_trainers_outlive_a_maker(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, num_trainers: int
 ):
+    num_steps = {1: 5, 2: 40}[num_trainers]
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, *AHEAD, f"detached.num_trainers={num_trainers}"]
     settings += ["detached.experience_batch_size=1", "trainer.critic_warmup=1", "trainer.save_freq=5"]
-    assert run_apart([*settings, "algorithm.rollout_correction.bypass_mode=true"]) == 0
+    settings += ["algorithm.rollout_correction.bypass_mode=true", f"trainer.total_training_steps={num_steps}"]
+    if num_trainers == 2:
+        settings += ["detached.routing=least_loaded", "detached.update_steps=2"]
+        kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 3)
+    assert run_apart(settings) == 0
+    assert capsys.readouterr().out.count("maker_0 failed and is started again") == num_trainers - 1
     steps = [row for row in metrics_of(tmp_path) if "critic/loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
-    assert ["actor/loss" in row for row in steps] == [False, True, True, True, True]
-    counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "training", "in_buffer", "in_flight")}
-    assert counts == {"trained": 20, "training": 0, "in_buffer": 0, "in_flight": 0}
+    assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
+    assert ["actor/loss" in row for row in steps] == [False] + [True] * (num_steps - 1)
+    assert [row["detached/trained"] for row in steps] == [4 * row["step"] for row in steps]
+    counts = {name: steps[-1][f"detached/{name}"] for name in ("training", "in_buffer", "in_flight", "again")}
+    assert counts == {"training": 0, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
     calls = calls_of(tmp_path)
-    assert (calls["update_critic"], calls["update_actor"]) == (2 * 5 * num_trainers, 2 * 4 * num_trainers)
-    assert calls["export_weights"] == 2 * (1 + 5)  # of actor and critic by the first trainer, not after each mini-batch
+    assert calls["update_critic"] == 2 * num_steps * num_trainers
+    assert calls["update_actor"] == 2 * (num_steps - 1) * num_trainers
+    # Of actor and critic by the first trainer, before the first step and after every `update_steps`.
+    assert calls["export_weights"] == 2 * (1 + num_steps // num_trainers)
 
 
 # Responses have 8 tokens, those to the first prompt of the data 160. What a maker has made is written in that order.

@@ -90,6 +90,7 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
     model, length = tiny_llama(), 160
     settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "trainer.save_freq=1", "plugins=[keeping_maker]"]
+    settings += TENSOR_PARALLEL
     settings += [f"data.max_response_length={length}", "actor_rollout_ref.rollout.ignore_eos=true"]
     steps = train(tmp_path, lambda: model, *settings, "actor_rollout_ref.rollout.dtype=float32")
     assert steps[-1]["detached/trained"] == 20 and max(row["training/staleness/max"] for row in steps) == 1
