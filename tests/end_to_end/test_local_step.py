@@ -19,6 +19,7 @@ from examples import local_grpo_step
 from verl_like.trainer import ppo_inputs, ppo_trainer, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
 from verl_like.workers.models.pretrained import load_tokenizer
@@ -44,7 +45,7 @@ def local_trainer(
     datasets = [ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val")]
     own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}
     rewards = ppo_inputs.start_reward_manager(config) if with_rules else None
-    recorder = RunRecorder(config, PPO_DISPLAY)
+    recorder = RunRecorder(config, PPO_DISPLAY, find_run(config)[0])
     trainer_class = type("TrainerInThisProcess", (local_grpo_step.LocalTrainer, ppo_trainer.get_trainer()), {})
     trainer = trainer_class(
         config, tokenizer, ppo_workers.build_role_worker_mapping(config, own_classes), None, *datasets,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +14,7 @@ from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.checkpoint import Checkpoint, begin
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weights
 from verl_like.trainer.learner import Learner
@@ -23,6 +26,10 @@ from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.scoring import RuleScorer, reward_columns
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
+
+_GENERATED = "generated.safetensors"
+"""File of a checkpoint with the responses of the next step, and the entry of its meta_info with their metrics."""
+_METRICS = "metrics_of_generation"
 
 
 @dataclass(eq=False)
@@ -57,6 +64,8 @@ class RayPPOTrainer:
         """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
         self.generated: Generated | None = None
         """The responses of the next step, with `trainer.pipeline_depth=1`."""
+        self.upcoming_batch = 0
+        """The number of their batch of prompts."""
         self.groups: dict[str, WorkerGroup] = {}
         self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
 
@@ -74,6 +83,8 @@ class RayPPOTrainer:
                 self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
             for future in pending:
                 future.get()
+        if self.recorder.resumed:
+            self.restore(self.recorder.resumed.checkpoint)
         self.load_weights(self.learner.export_weights())
 
     def build_maker(self) -> ExperienceMaker:
@@ -106,28 +117,37 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         total_steps = trainer.total_training_steps
         assert total_steps is not None  # filled in when the inputs were checked
-        if trainer.val_before_train:
+        if trainer.val_before_train and not self.recorder.resumed:
             with self.recorder.validation():
                 metrics = self.validate()
             self.recorder.log_validation(metrics)
-        upcoming: DataProto | None = None
+        upcoming = self.prompts_of(self.upcoming_batch) if self.generated else None
         while self.global_step < total_steps:
             self.global_step += 1
             prompts = upcoming or self.next_prompts()
             with self.recorder.step(self.global_step, prompts.meta_info["epoch"], total_steps) as log:
                 is_last = self.global_step == total_steps
+                self.upcoming_batch = self.num_prompt_batches
                 upcoming = self.next_prompts() if trainer.pipeline_depth and not is_last else None
                 log(self.step(prompts, upcoming))
                 if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
                         log(self.validate())
-                if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
+                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
+                if saves:
                     with self.recorder.timer("save_checkpoint"):
-                        self.save()
+                        partial = self.save()
+            if saves:
+                self.recorder.commit_checkpoint(partial, self.global_step, self.state())
 
     def next_prompts(self) -> DataProto:
-        epoch, rows = self.sampler.batch(self.num_prompt_batches)
+        """The next batch of prompts."""
         self.num_prompt_batches += 1
+        return self.prompts_of(self.num_prompt_batches - 1)
+
+    def prompts_of(self, number: int) -> DataProto:
+        """The batch of prompts with that number; they count from 0."""
+        epoch, rows = self.sampler.batch(number)
         prompts = self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
         prompts.meta_info["epoch"] = epoch
         return prompts
@@ -182,10 +202,36 @@ class RayPPOTrainer:
         }
         return validation_metrics(batch, scores_B) | counts
 
-    def save(self) -> None:
-        """Writes the models in Hugging Face format, and with `save_freq` a checkpoint of the training state."""
-        folder = self.recorder.run_dir / f"global_step_{self.global_step}"
-        self.learner.save(folder, with_checkpoint=self.config.trainer.save_freq > 0)
+    def save(self) -> Path:
+        """Writes the training state, and the models in Hugging Face format; returns the folder of a checkpoint."""
+        folder = begin(self.recorder.run_dir, self.global_step)
+        self.learner.save(folder)
+        if self.generated:
+            batch, scores, metrics = self.generated
+            if scores:
+                batch, scoring_metrics = self.maker.collect(batch, [scores.complete(batch)])
+                metrics = merge_metrics([metrics, scoring_metrics])
+            self.generated = batch, None, metrics
+            saved = batch.select()
+            saved.meta_info |= {_METRICS: metrics}
+            saved.save_to_disk(folder / _GENERATED)
+        return folder
+
+    def state(self) -> dict[str, Any]:
+        """What goes on after a resume, beside the models and the responses that are ahead."""
+        counts = {name: getattr(self, name) for name in ("global_step", "num_prompt_batches", "upcoming_batch")}
+        return counts | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Goes on after the step of a checkpoint."""
+        state = checkpoint.state
+        for name in ("global_step", "num_prompt_batches", "upcoming_batch"):
+            setattr(self, name, state[name])
+        self.learner.restore(checkpoint.folder, state["version"])
+        self.maker.kl_controller.value = state["kl_coef"]
+        if (generated := checkpoint.folder / _GENERATED).exists():
+            batch = DataProto.load_from_disk(generated)
+            self.generated = batch, None, batch.meta_info.pop(_METRICS)
 
 
 _TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]

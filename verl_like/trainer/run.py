@@ -16,6 +16,7 @@ from verl_like.single_controller.failure import CallTimeout, PlacementError, Wor
 from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
+from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.tracking import require_trackers
 from verl_like.trainer.worker_template import WorkerTemplate
@@ -52,11 +53,14 @@ def run(
             if address := cluster_address(config.ray_kwargs.ray_init.address):
                 require_cluster(address)
             inputs = check_inputs(config, cleanup)
-            recorder = RunRecorder(inputs.config, display)
+            resumed, notes = find_run(inputs.config)
+            recorder = RunRecorder(inputs.config, display, resumed)
         except (ValueError, RewardError) as error:
             return say(str(error), 2)
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
+        for note in [*inputs.notes, *notes]:
+            recorder.console.say(note)
         return train(inputs, fit, recorder, template)
 
 
@@ -69,8 +73,6 @@ def train(
     """Starts Ray and trains to the end; returns the exit code."""
     outcome = "Failed with an unexpected error; standard error has the traceback."
     try:
-        for note in inputs.notes:
-            recorder.console.say(note)
         recorder.console.say("Starting Ray and the workers ...")
         ray_init = inputs.config.ray_kwargs.ray_init
         start_ray(cluster_address(ray_init.address), ray_init.num_cpus, template.command if template else None)

@@ -10,31 +10,44 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
+from verl_like.trainer.checkpoint import commit, keep
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.display import Display
 from verl_like.trainer.report import write_report
+from verl_like.trainer.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import Tracking
 
 
 class RunRecorder:
-    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`; nothing is overwritten."""
+    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`; nothing is overwritten.
 
-    def __init__(self, config: RunConfig, display: Display) -> None:
+    A resumed run goes on in its folder, where what it wrote after its checkpoint is cut off.
+    """
+
+    def __init__(self, config: RunConfig, display: Display, resumed: ResumedRun | None = None) -> None:
         trainer = config.trainer
-        self.config, self.display = config, display
-        self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
+        self.config, self.display, self.resumed = config, display, resumed
+        if resumed:
+            self.run_dir, self.lock = resumed.run_dir, resumed.lock
+            for name, num_bytes in resumed.checkpoint.state["files"].items():
+                os.truncate(self.run_dir / name, num_bytes)
+        else:
+            self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
+            self.lock = lock_run(self.run_dir)
+            (self.run_dir / FINGERPRINTS).write_text(json.dumps(fingerprints_of(config), indent=1))
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
-        self.timeline_file = open(self.run_dir / "timeline.jsonl", "w", buffering=1)  # noqa: SIM115
+        self.timeline_file = open(self.run_dir / "timeline.jsonl", "a", buffering=1)  # noqa: SIM115
         self.timeline = Timeline(self.timeline_file, display)
         self.console = RunConsole(display)
         self.tracking = Tracking(
             trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.model_dump(mode="json")
         )
-        self.generations: list[dict[str, Any]] = []
-        self.num_validations = 0
+        shown: dict[str, Any] = resumed.checkpoint.state["shown"] if resumed else {}
+        self.generations: list[dict[str, Any]] = shown.get("generations", [])
+        self.num_validations: int = shown.get("num_validations", 0)
         self.placement: list[dict[str, str]] = []
         self.seconds: dict[str, float] = {}
         self.started = time.time()
@@ -63,7 +76,7 @@ class RunRecorder:
     @contextmanager
     def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
         """Times a step; metrics given to the yielded function are written when the step is complete."""
-        if step == 1:
+        if not self.timeline.step:
             self.console.start_training(total_steps)
         self.timeline.start_step(step)
         self.seconds = {}
@@ -100,11 +113,19 @@ class RunRecorder:
             self.generations = [*self.generations[:num_shown], *({"step": step} | row for row in rows)]
             self.console.show_table(f"Generations at step {step}", rows)
 
+    def commit_checkpoint(self, partial: Path, step: int, state: dict[str, Any]) -> None:
+        """Makes the folder the checkpoint of a step whose metrics are logged; removes the oldest that are too many."""
+        files = {name: (self.run_dir / name).stat().st_size for name in ("metrics.jsonl", "timeline.jsonl")}
+        shown = {"generations": self.generations, "num_validations": self.num_validations}
+        commit(partial, step, state | {"files": files, "shown": shown})
+        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep)
+
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
         self.console.close()
         self.tracking.close()
         self.timeline_file.close()
+        self.lock.close()
         metrics = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         write_report(
             self.run_dir / "report.html",

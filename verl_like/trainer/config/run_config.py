@@ -28,6 +28,15 @@ class RecordConfig(ConfigModel):
     """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and metrics.jsonl are always on."""
     default_local_dir: Annotated[str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")]
     """Folder of the run's metrics, report and checkpoints."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Which run continues from its newest checkpoint: the newest unfinished one in default_local_dir with the same
+    settings (auto), none (disable), or the one in resume_from_path."""
+    resume_from_path: str | None = None
+    """Folder of the run that continues, for resume_mode=resume_path."""
+    damaged_ckpt: Literal["skip", "refuse"] = "skip"
+    """What a checkpoint does that is not as it was written: the one before it is taken, or the run does not start."""
+    max_ckpt_to_keep: PositiveInt = 3
+    """Newest checkpoints that are kept; older ones are removed after a newer one is complete."""
 
 
 class RayInitConfig(ConfigModel):
@@ -60,6 +69,11 @@ class RunConfig(ConfigModel):
     """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""
     trainer: RecordConfig
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
+
+    @property
+    def num_steps_of_run(self) -> int:
+        """Training steps after which a run is done and is not resumed."""
+        return 0
 
     @property
     def num_processes_of_run(self) -> int:

@@ -105,7 +105,7 @@ class DetachedPPOTrainer(Side):
             if step == total_steps or (save_freq > 0 and step % save_freq == 0):
                 folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
                 with self.recorder.timer("save_checkpoint"):
-                    self.learner.save(folder, with_checkpoint=save_freq > 0)
+                    self.learner.save(folder)
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]

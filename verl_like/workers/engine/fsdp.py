@@ -9,12 +9,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +23,7 @@ from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
-from verl_like.workers.models.pretrained import compile_layers, decoder_layers, replace_folder, save_pretrained
+from verl_like.workers.models.pretrained import compile_layers, decoder_layers, save_pretrained
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
@@ -95,7 +91,6 @@ class FsdpEngine(TrainingEngine):
         self._shard(self.model)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.parameters, training.optim) if training else None
-        self.optimizers = [self.optimizer] if self.optimizer else []
         self.training_steps = 0
         self.consecutive_skips = 0
         self._offload()
@@ -211,21 +206,22 @@ class FsdpEngine(TrainingEngine):
 
     def save(self, path: str) -> None:
         # What is offloaded is written from where it is, so that a rollout engine keeps its share of the device.
-        partial = Path(f"{path}.partial")
-        dcp.save(self._state(), checkpoint_id=partial)
-        if dist.get_rank() == 0:
-            replace_folder(partial, Path(path))
-        dist.barrier()
+        dcp.save(self._state(), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
 
     def load(self, path: str) -> None:
-        if not Path(path, ".metadata").is_file():
-            raise ValueError(f"There is no checkpoint at {path} ({Path(path, '.metadata')} does not exist).")
-        state = self._state()
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            self.model, self.optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
-        )
-        self.training_steps = int(state["training_steps"])
+        if not any(Path(path).glob("*.safetensors")):
+            raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
+        reader, state = HuggingFaceStorageReader(path), self._state()
+        saved = reader.read_metadata().state_dict_metadata
+        for name, tensor in state.items():
+            size = getattr(saved.get(name), "size", None)
+            if size != tensor.size():
+                raise ValueError(
+                    f"{path} is a checkpoint of another model: {name} is {size and list(size)} there, and "
+                    f"{list(tensor.size())} here; give the model of that run."
+                )
+        dcp.load(state, storage_reader=reader)  # into the tensors that there are
+        self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
 
     def save_hf(self, path: str, config: TrainedModelConfig) -> None:
         dtype = getattr(torch, self.dtype)
@@ -239,7 +235,12 @@ class FsdpEngine(TrainingEngine):
         if dist.get_rank() == 0:
             save_pretrained(self.model.hf, kept, config, dtype, path)
 
-    def _state(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizers)
-        state = {"model": model_state, "training_steps": torch.tensor(self.training_steps)}
-        return state | ({"optimizer": optimizer_state} if self.optimizer else {})
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The training state: tensors that `load` writes into, and two counts."""
+        state = {"training_steps": torch.tensor(self.training_steps)}
+        state["skipped_steps"] = torch.tensor(self.consecutive_skips)
+        for name, parameter in self.named_parameters():
+            state[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state[parameter].items() if self.optimizer else ():
+                state[f"optimizer.{name}.{key}"] = value
+        return state
