@@ -1,0 +1,107 @@
+"""A checkpoint is there complete or not at all, and what is damaged is named."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_like.trainer import checkpoint
+from verl_like.trainer.checkpoint import DamagedCheckpoint
+
+
+def save(run_dir: Path, step: int, text: str = "weights") -> None:
+    partial = checkpoint.begin(run_dir, step)
+    for role in ("actor", "critic"):
+        (partial / role / "checkpoint").mkdir(parents=True)
+        (partial / role / "checkpoint/shard.safetensors").write_text(f"{text} of {role} at {step}")
+    checkpoint.commit(partial, step, {"kl_coef": step / 10})
+
+
+def in_a_fork_that_dies_at(operation: int, action: Callable[[], None]) -> bool:
+    """Whether the action came to its end before it used as many operations of the file system."""
+    if process := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    count = 0
+
+    def die(event: str, arguments: tuple) -> None:
+        nonlocal count
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.fsync"):
+            count += 1
+            if count == operation:
+                os._exit(9)
+
+    fsync = os.fsync  # Python has no audit event for it
+    os.fsync = lambda descriptor: (sys.audit("os.fsync"), fsync(descriptor))[1]
+    sys.addaudithook(die)
+    action()
+    os._exit(0)
+
+
+def test_a_save_that_dies_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path):
+    operation, ended, found = 0, False, []
+    while not ended:
+        operation += 1
+        run_dir = tmp_path / str(operation)
+        run_dir.mkdir()
+        save(run_dir, 1)
+
+        def save_the_next(run_dir: Path = run_dir) -> None:
+            save(run_dir, 2)
+            checkpoint.keep(run_dir, 1)
+
+        ended = in_a_fork_that_dies_at(operation, save_the_next)
+        newest, damages = checkpoint.newest(run_dir)
+        assert newest and newest.state == {"kl_coef": newest.step / 10} and not damages
+        found.append(newest.step)
+        save(run_dir, 3)  # what the dead one left is in nobody's way
+        assert checkpoint.newest(run_dir)[0].step == 3
+    assert found == sorted(found) and found[0] == 1 and found[-1] == 2
+    assert operation > 20 and found.count(2) > 3
+    assert checkpoint.steps(run_dir) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "actor/checkpoint/shard.safetensors").write_text("weights of actor at 1"),
+         r"actor/checkpoint/shard.safetensors is not as it was written: 21 bytes"),
+        (lambda folder: os.truncate(folder / "critic/checkpoint/shard.safetensors", 5), "critic.* 5 bytes"),
+        (lambda folder: (folder / "critic/checkpoint/shard.safetensors").unlink(), "critic.* is missing"),
+        (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text(
+            (folder / "manifest.json").read_text().replace('"format": 1', '"format": 7')), "has format 7"),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_found(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    damage(tmp_path / "global_step_2")
+    with pytest.raises(DamagedCheckpoint, match=message):
+        checkpoint.read(tmp_path / "global_step_2")
+    newest, damages = checkpoint.newest(tmp_path)
+    assert newest == checkpoint.Checkpoint(tmp_path / "global_step_1", 1, {"kl_coef": 0.1})
+    assert len(damages) == 1 and "global_step_2" in damages[0]
+
+
+def test_the_newest_checkpoints_by_number_are_kept_and_those_that_are_asked_for(tmp_path: Path):
+    for step in (1, 9, 10, 11):
+        save(tmp_path, step)
+    (tmp_path / "global_step_12.partial").mkdir()
+    (tmp_path / "global_step_13").mkdir()  # no manifest: no checkpoint
+    checkpoint.keep(tmp_path, 2, others=[1])
+    assert checkpoint.steps(tmp_path) == [1, 10, 11]
+
+
+def test_a_checkpoint_names_every_file_with_its_hash(tmp_path: Path):
+    save(tmp_path, 4, text="x")
+    manifest = json.loads((tmp_path / "global_step_4/manifest.json").read_text())
+    assert manifest["format"] == 1 and manifest["step"] == 4 and manifest["state"] == {"kl_coef": 0.4}
+    assert manifest["files"].keys() == {f"{role}/checkpoint/shard.safetensors" for role in ("actor", "critic")}
+    sha256 = "f1f5c8e452ab460e8304c882b7518052358621276b3ce7c058c89ad68bcb7d90"  # of sha256sum
+    assert manifest["files"]["actor/checkpoint/shard.safetensors"] == {"bytes": 15, "sha256": sha256}
