@@ -19,25 +19,17 @@ from verl_like.trainer.config.run_config import RunConfig
 
 FINGERPRINTS = "inputs.json"
 """File of a run's folder with what `fingerprints_of` returned when it began."""
-_FREE_KEYS = (
-    *("trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.default_local_dir"),
-    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs", "trainer.total_training_steps"),
-    *("trainer.val_before_train", "trainer.test_freq", "trainer.save_freq", "trainer.log_val_generations"),
-    *("trainer.call_timeout_s", "trainer.resume_*", "trainer.*_ckpt", "trainer.*_ckpt_*"),
-    *("resource_pool_spec*", "role_mapping*", "ray_kwargs.*", "reward.num_workers", "reward.timeout_s"),
-    *(
-        "data.train_files",
-        "data.val_files",
-        "custom_reward_function.path",
-        "*.path",
-        "*.tokenizer_path",
-        "*.teacher_path",
-    ),
-    *("*.fsdp_config.fsdp_size", "*.fsdp_config.reshard_after_forward", "*.enable_gradient_checkpointing"),
-    *("*_offload", "*_micro_batch_size_per_gpu", "*_max_token_len_per_gpu", "*.use_dynamic_bsz"),
-    *("*.ulysses_sequence_parallel_size", "*.rollout.tensor_model_parallel_size", "*.rollout.gpu_memory_utilization"),
-    *("*.rollout.max_num_*", "*.rollout.enforce_eager", "*.rollout.free_cache_engine", "*.rollout.weight_transport"),
-)
+_FREE_KEYS = """
+trainer.project_name trainer.experiment_name trainer.logger trainer.default_local_dir trainer.call_timeout_s
+trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps
+trainer.val_before_train trainer.test_freq trainer.save_freq trainer.log_val_generations
+trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep
+resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout_s data.*_files *.path *_path
+*.fsdp_size *.reshard_after_forward *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
+*_micro_batch_size_per_gpu *_max_token_len_per_gpu *.use_dynamic_bsz *.tensor_model_parallel_size
+*.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
+*.weight_transport
+""".split()
 """Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
 The files behind a path are compared by their fingerprint."""
 

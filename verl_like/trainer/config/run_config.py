@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Strict
+from pydantic import BeforeValidator, Strict, model_validator
 
 from verl_like.algorithms.registry import Registry
 from verl_like.config_model import ConfigModel, Follows, PositiveInt
@@ -37,6 +37,15 @@ class RecordConfig(ConfigModel):
     """What a checkpoint does that is not as it was written: the one before it is taken, or the run does not start."""
     max_ckpt_to_keep: PositiveInt = 3
     """Newest checkpoints that are kept; older ones are removed after a newer one is complete."""
+
+    @model_validator(mode="after")
+    def a_run_to_resume_is_named(self) -> "RecordConfig":
+        if (self.resume_mode == "resume_path") != (self.resume_from_path is not None):
+            raise ValueError(
+                f"resume_mode={self.resume_mode} and trainer.resume_from_path={self.resume_from_path}: the folder of a "
+                "run goes with trainer.resume_mode=resume_path, and that needs one"
+            )
+        return self
 
 
 class RayInitConfig(ConfigModel):

@@ -1,0 +1,131 @@
+"""Which run is continued, and what is refused."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+from runs import tiny_run_settings
+
+from verl_like.trainer import checkpoint
+from verl_like.trainer.config import PPOConfig, load_ppo_config
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.resume import _FREE_KEYS, _values, find_run
+from verl_like.trainer.run_recorder import RunRecorder
+
+
+@pytest.fixture
+def config_with(tmp_path: Path, tiny_llama: Callable) -> Callable[..., PPOConfig]:
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), "trainer.total_training_steps=4"]
+    return lambda *further: load_ppo_config([*settings, *further])
+
+
+def run_until(step: int, config: PPOConfig) -> Path:
+    """The folder of a run that logged and saved that many steps and died in the next."""
+    recorder = RunRecorder(config, PPO_DISPLAY, find_run(config)[0])
+    first = recorder.resumed.checkpoint.step + 1 if recorder.resumed else 1
+    for number in range(first, step + 1):
+        recorder.tracking.log({"reward": 0.5}, number)
+        partial = checkpoint.begin(recorder.run_dir, number)
+        (partial / "weights").write_text(str(number))
+        recorder.commit_checkpoint(partial, number, {"kl_coef": 0.1})
+    recorder.tracking.log({"reward": 0.5}, step + 1)
+    recorder.lock.close()
+    return recorder.run_dir
+
+
+def found(config: PPOConfig) -> tuple[Path, int]:
+    run, _ = find_run(config)
+    assert run
+    run.lock.close()
+    return run.run_dir, run.checkpoint.step
+
+
+def test_the_newest_unfinished_run_of_the_same_numbers_is_continued(config_with: Callable):
+    assert find_run(config_with()) == (None, [])
+    first = run_until(2, config_with())
+    other = run_until(1, config_with("trainer.seed=5"))
+    finished = run_until(4, config_with("trainer.resume_mode=disable"))
+    assert len({first, other, finished}) == 3
+    assert found(config_with()) == (first, 2)
+    assert found(config_with("trainer.seed=5")) == (other, 1)
+    # More steps than it had, so it is not finished.
+    assert found(config_with("trainer.total_training_steps=6", "trainer.n_gpus_per_node=2")) == (finished, 4)
+    run, notes = find_run(config_with("trainer.resume_mode=disable"))
+    assert run is None and not notes
+    run, notes = find_run(config_with("actor_rollout_ref.actor.optim.lr=0.5"))
+    assert run is None
+    assert f"{other} is unfinished and is not continued: it has " in notes[0]
+    assert "actor_rollout_ref.actor.optim.lr=0.001 (here: 0.5); trainer.seed=5 (here: 42)" in notes[0]
+
+
+def test_a_run_that_is_named_is_continued_or_says_what_differs(config_with: Callable, tmp_path: Path):
+    folder = run_until(2, config_with())
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"]
+    assert found(config_with(*named, f"trainer.default_local_dir={tmp_path}/elsewhere")) == (folder, 2)
+    with pytest.raises(ValueError, match=r"other settings.*: trainer\.seed=42 \(here: 5\)\. Give them as they were"):
+        find_run(config_with(*named, "trainer.seed=5"))
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        find_run(config_with(named[0], f"trainer.resume_from_path={tmp_path}"))
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path"):
+        config_with(named[0])
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path"):
+        config_with(named[1])
+
+
+def test_a_run_whose_data_changed_is_refused(config_with: Callable, tmp_path: Path):
+    run_until(2, config_with())
+    (train_file,) = config_with().data.train_files
+    with open(train_file, "ab") as file:
+        file.write(b" ")
+    with pytest.raises(ValueError, match=r"read other files than there are now: data\.train_files"):
+        find_run(config_with())
+
+
+def test_a_damaged_checkpoint_is_skipped_and_named_or_refused(config_with: Callable):
+    folder = run_until(2, config_with())
+    (folder / "global_step_2/weights").write_text("3")
+    run, notes = find_run(config_with())
+    assert run and run.checkpoint.step == 1
+    assert "Skipped a damaged checkpoint" in notes[0] and "global_step_2/weights is not as it was written" in notes[0]
+    run.lock.close()
+    with pytest.raises(ValueError, match=r"global_step_2/weights is not .* set trainer.damaged_ckpt=skip"):
+        find_run(config_with("trainer.damaged_ckpt=refuse"))
+    (folder / "global_step_1/weights").unlink()
+    run, notes = find_run(config_with())
+    assert run is None and len(notes) == 2
+
+
+def test_a_live_run_is_named_and_not_continued(config_with: Callable):
+    folder = run_until(2, config_with())
+    hold = "import sys; from pathlib import Path; from verl_like.trainer.resume import lock_run\n"
+    hold += "lock = lock_run(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match=rf"is being written by another run \(process {holder.pid} on"):
+            find_run(config_with())
+        holder.stdin.close()
+    assert found(config_with()) == (folder, 2)
+
+
+def test_what_a_run_wrote_after_its_checkpoint_is_cut_off(config_with: Callable):
+    folder = run_until(2, config_with())
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert run_until(3, config_with()) == folder
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert checkpoint.steps(folder) == [1, 2, 3]
+    run_until(4, config_with("trainer.max_ckpt_to_keep=2"))
+    assert checkpoint.steps(folder) == [3, 4]
+
+
+def test_every_key_that_may_change_is_a_key(config_with: Callable):
+    keys = [key for key, _ in _values(config_with().model_dump(mode="json"))]
+    assert [free for free in _FREE_KEYS if not any(fnmatchcase(key, free) for key in keys)] == []
+    fixed = {key for key in keys if not any(fnmatchcase(key, free) for free in _FREE_KEYS)}
+    assert {"trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "algorithm.gamma"} <= fixed
+    assert {"actor_rollout_ref.actor.optim.lr", "critic.cliprange_value", "actor_rollout_ref.rollout.name"} <= fixed
