@@ -29,7 +29,7 @@ resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout
 *_micro_batch_size_per_gpu *_max_token_len_per_gpu *.use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
 *.weight_transport
-""".split()
+""".split()  # noqa: SIM905  a list would have a line for each
 """Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
 The files behind a path are compared by their fingerprint."""
 
