@@ -49,7 +49,8 @@ def test_a_run_that_neither_validates_nor_saves_on_the_way_still_leaves_its_mode
     run_locally(tmp_path, tiny_llama, *settings, steps=2)
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [1, 2] and not any(VALIDATED in row for row in rows)
-    assert saved(tmp_path) == ["global_step_2/actor/huggingface", "global_step_2/critic/huggingface"]
+    parts = ("checkpoint", "huggingface")
+    assert saved(tmp_path) == [f"global_step_2/{role}/{part}" for role in ("actor", "critic") for part in parts]
     # Random responses of at most four tokens to prompts of four or five; the limits are 4 and 8.
     assert all(row["prompt_length/max"] <= 5 and row["prompt_length/clip_ratio"] == 0 for row in rows)
     assert all((row["response_length/clip_ratio"] > 0) == (row["response_length/max"] == 4) for row in rows)

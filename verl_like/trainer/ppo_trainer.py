@@ -122,6 +122,7 @@ class RayPPOTrainer:
                 metrics = self.validate()
             self.recorder.log_validation(metrics)
         upcoming = self.prompts_of(self.upcoming_batch) if self.generated else None
+        self.recorder.saves_when_ended = True
         while self.global_step < total_steps:
             self.global_step += 1
             prompts = upcoming or self.next_prompts()
@@ -134,11 +135,14 @@ class RayPPOTrainer:
                     with self.recorder.validation():
                         log(self.validate())
                 saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
+                saves = saves or self.recorder.is_ending
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
             if saves:
                 self.recorder.commit_checkpoint(partial, self.global_step, self.state())
+                if self.recorder.is_ending:
+                    raise KeyboardInterrupt
 
     def next_prompts(self) -> DataProto:
         """The next batch of prompts."""

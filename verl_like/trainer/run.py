@@ -76,6 +76,7 @@ def train(
         recorder.console.say("Starting Ray and the workers ...")
         ray_init = inputs.config.ray_kwargs.ray_init
         start_ray(cluster_address(ray_init.address), ray_init.num_cpus, template.command if template else None)
+        signal.signal(signal.SIGTERM, recorder.terminate)
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
         return 0

@@ -50,6 +50,10 @@ class RunRecorder:
         self.num_validations: int = shown.get("num_validations", 0)
         self.placement: list[dict[str, str]] = []
         self.seconds: dict[str, float] = {}
+        self.saves_when_ended = False
+        """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
+        self.is_in_step = False
+        self.is_ending = False
         self.started = time.time()
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
@@ -81,8 +85,10 @@ class RunRecorder:
         self.timeline.start_step(step)
         self.seconds = {}
         metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
+        self.is_in_step = True
         with self.timer("step"):
             yield metrics.update
+        self.is_in_step = False
         seconds = self.timeline.phase_seconds() | self.seconds
         metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
         metrics["perf/time_per_step"] = seconds["step"]
@@ -112,6 +118,13 @@ class RunRecorder:
         if rows:
             self.generations = [*self.generations[:num_shown], *({"step": step} | row for row in rows)]
             self.console.show_table(f"Generations at step {step}", rows)
+
+    def terminate(self, number: int, frame: Any) -> None:
+        """Handles SIGTERM, which ends a pre-empted run: after the step where the trainer saves, or else now."""
+        if not (self.saves_when_ended and self.is_in_step) or self.is_ending:
+            raise KeyboardInterrupt
+        self.is_ending = True
+        self.console.say("SIGTERM: saving after this step; a second one ends the run without.")
 
     def commit_checkpoint(self, partial: Path, step: int, state: dict[str, Any]) -> None:
         """Makes the folder the checkpoint of a step whose metrics are logged; removes the oldest that are too many."""
