@@ -104,4 +104,4 @@ def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plu
     names = [name for name in row if name.startswith(("actor/", "critic/", "val-core/")) and "/perf/" not in name]
     assert {"actor/pg_loss", "actor/grad_norm", "critic/advantages/max"} <= set(names) and row["actor/grad_norm"] > 0
     assert {n: row[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4, abs=1e-5)
-    assert [path.name for path in (tmp_path / "ray/runs/latest/global_step_1").iterdir()] == ["actor"]
+    assert {path.name for path in (tmp_path / "ray/runs/latest/global_step_1").iterdir()} == {"actor", "manifest.json"}
