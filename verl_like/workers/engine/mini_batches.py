@@ -35,7 +35,7 @@ class MiniBatch:
     num_sequences: float
     """Rows with at least one such token, over all ranks."""
     share: float
-    """1 / number of its micro-batches over all ranks."""
+    """1 / number of its micro-batches over all ranks that give results: the first of those that share sequences."""
 
     def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
@@ -206,7 +206,7 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> 
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
     return [
-        MiniBatch(own, tokens, sequences, share=1 / (len(own) * dist.get_world_size()))
+        MiniBatch(own, tokens, sequences, share=sequence_parallel_size / (len(own) * dist.get_world_size()))
         for own, (tokens, sequences) in zip(micro_batches, counts.tolist(), strict=True)
         if tokens > 0
     ] * schedule.epochs
