@@ -1,5 +1,6 @@
 """The run shell knows no trainer: one of a few lines runs through it as PPO does."""
 
+import errno
 import json
 import os
 import signal
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import toy_trainer
 from test_interruptions import assert_nothing_is_left, heed_interrupts
+
+from verl_like.trainer import run
+from verl_like.trainer.run_recorder import RunRecorder
 
 TOY = Path(__file__).with_name("toy_trainer.py")
 DEADLINE_S = 120.0
@@ -36,10 +41,10 @@ def test_a_trainer_of_a_few_lines_trains_and_leaves_metrics_and_a_report(tmp_pat
     rows = metrics_of(tmp_path)
     assert [row["toy/distance"] for row in rows] == [0.25, 0.125, 0.0625, 0.03125]
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and not any("perf/overlap" in row for row in rows)
-    run = tmp_path / "runs/latest"
-    report = (run / "report.html").read_text()
+    run_dir = tmp_path / "runs/latest"
+    report = (run_dir / "report.html").read_text()
     assert report.count("<svg") == 1 and "Done: 4 training steps." in report and "verl_like / descent" in report
-    assert "rate: 0.5" in (run / "config.yaml").read_text()
+    assert "rate: 0.5" in (run_dir / "config.yaml").read_text()
     assert "from 0" in out and "step 4/4  distance 0.031" in out and "cleaned up" in out
 
 
@@ -73,3 +78,27 @@ def test_it_is_interrupted_with_130_and_leaves_a_report_and_no_process(tmp_path:
     assert process.returncode == 130 and "Traceback" not in err
     assert_nothing_is_left(family)
     assert "Interrupted" in out and "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_exit_code_2(tmp_path: Path):
+    (tmp_path / "file").touch()
+    process = start(tmp_path, "target=0.5", f"trainer.default_local_dir={tmp_path}/file/runs")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2 and "file/runs cannot be written" in err and "Traceback" not in err
+
+
+def test_a_full_disk_ends_a_run_with_where_its_checkpoints_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    config = toy_trainer.ToyConfig(trainer={"default_local_dir": str(tmp_path)}, target=0.5, rate=0.5)
+    recorder = RunRecorder(config, toy_trainer.DISPLAY)
+    (recorder.run_dir / "report.html").mkdir()  # so that it cannot be written either
+    monkeypatch.setattr(run, "start_ray", lambda *_: None)
+
+    def fit(inputs: toy_trainer.ToyInputs, recorder: RunRecorder) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert run.train(toy_trainer.ToyInputs(config), fit, recorder) == 1
+    err = capfd.readouterr().err
+    assert "No space left on device. Earlier checkpoints are as they were." in err and str(recorder.run_dir) in err
+    assert "The report is not written" in err

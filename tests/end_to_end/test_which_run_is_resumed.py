@@ -4,16 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 from runs import tiny_run_settings
 
-from verl_like.trainer import checkpoint
+from verl_like.trainer import checkpoint, run_recorder
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import _FREE_KEYS, _values, find_run
+from verl_like.trainer.resume import find_run, lock_run
 from verl_like.trainer.run_recorder import RunRecorder
 
 
@@ -123,9 +122,73 @@ def test_what_a_run_wrote_after_its_checkpoint_is_cut_off(config_with: Callable)
     assert checkpoint.steps(folder) == [3, 4]
 
 
-def test_every_key_that_may_change_is_a_key(config_with: Callable):
-    keys = [key for key, _ in _values(config_with().model_dump(mode="json"))]
-    assert [free for free in _FREE_KEYS if not any(fnmatchcase(key, free) for key in keys)] == []
-    fixed = {key for key in keys if not any(fnmatchcase(key, free) for free in _FREE_KEYS)}
-    assert {"trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "algorithm.gamma"} <= fixed
-    assert {"actor_rollout_ref.actor.optim.lr", "critic.cliprange_value", "actor_rollout_ref.rollout.name"} <= fixed
+def test_a_damaged_checkpoint_is_set_aside_and_pushes_no_good_one_out(config_with: Callable):
+    config = config_with("trainer.max_ckpt_to_keep=2", "trainer.total_training_steps=9")
+    folder = run_until(6, config)
+    assert checkpoint.steps(folder) == [5, 6]
+    (folder / "global_step_6/weights").write_text("7")
+    (folder / "global_step_9.partial").mkdir()
+    recorder = RunRecorder(config, PPO_DISPLAY, find_run(config)[0])
+    recorder.lock.close()
+    assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_5", "global_step_6.damaged"]
+    assert (run_until(7, config), checkpoint.steps(folder)) == (folder, [6, 7])
+    assert found(config) == (folder, 7)
+
+
+def test_a_finished_run_whose_last_checkpoint_is_cut_is_unfinished(config_with: Callable):
+    folder = run_until(4, config_with())
+    assert find_run(config_with()) == (None, [])
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"]
+    with pytest.raises(ValueError, match="already has 4 of 3 steps: raise trainer"):
+        find_run(config_with(*named, "trainer.total_training_steps=3"))
+    (folder / "global_step_4/weights").write_text("")
+    assert found(config_with()) == (folder, 3)
+    assert found(config_with(*named)) == (folder, 3)
+
+
+def test_a_record_that_is_shorter_than_it_was_is_not_filled_up(config_with: Callable):
+    folder = run_until(2, config_with())
+    first = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (folder / "metrics.jsonl").write_text(first)
+    run_until(3, config_with())
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 3, 4]
+
+
+def test_latest_is_the_run_that_is_continued(config_with: Callable):
+    folder = run_until(1, config_with())
+    newer = run_until(4, config_with("trainer.resume_mode=disable"))
+    latest = folder.parent / "latest"
+    assert latest.resolve() == newer
+    assert run_until(2, config_with()) == folder and latest.resolve() == folder
+
+
+def test_a_process_locks_a_run_once_and_gives_it_back_when_it_refuses(config_with: Callable):
+    folder = run_until(2, config_with())
+    (folder / "global_step_2/weights").write_text("3")
+    with pytest.raises(ValueError, match="damaged_ckpt=skip"):
+        find_run(config_with("trainer.damaged_ckpt=refuse"))
+    lock = lock_run(folder)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is being written by this process"):
+            find_run(config_with())
+    lock.close()
+    assert found(config_with()) == (folder, 1)
+
+
+def test_the_lock_is_held_until_the_report_is_written(config_with: Callable, monkeypatch: pytest.MonkeyPatch):
+    recorder = RunRecorder(config_with(), PPO_DISPLAY)
+    open_at_report = []
+    monkeypatch.setattr(run_recorder, "write_report", lambda *_, **__: open_at_report.append(not recorder.lock.closed))
+    recorder.close("Done.")
+    assert open_at_report == [True] and recorder.lock.closed
+
+
+def test_a_folder_that_cannot_be_written_or_locked_is_refused(config_with: Callable, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"trainer\.default_local_dir=.*cannot be written .*; give another"):
+        RunRecorder(config_with(f"trainer.default_local_dir={tmp_path}/file"), PPO_DISPLAY)
+    folder = run_until(2, config_with())
+    (folder / ".lock").unlink()
+    (folder / ".lock").mkdir()
+    with pytest.raises(ValueError, match=r"cannot be locked .*give a trainer\.default_local_dir"):
+        find_run(config_with())

@@ -70,6 +70,7 @@ def test_a_save_that_dies_at_any_operation_leaves_the_old_checkpoint_or_the_new_
          r"actor/checkpoint/shard.safetensors is not as it was written: 21 bytes"),
         (lambda folder: os.truncate(folder / "critic/checkpoint/shard.safetensors", 5), "critic.* 5 bytes"),
         (lambda folder: (folder / "critic/checkpoint/shard.safetensors").unlink(), "critic.* is missing"),
+        (lambda folder: (folder / "actor/checkpoint/other.safetensors").touch(), "other.* is not in the manifest"),
         (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text(
@@ -96,6 +97,33 @@ def test_the_newest_checkpoints_by_number_are_kept_and_those_that_are_asked_for(
     (tmp_path / "global_step_13").mkdir()  # no manifest: no checkpoint
     checkpoint.keep(tmp_path, 2, others=[1])
     assert checkpoint.steps(tmp_path) == [1, 10, 11]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "global_step_1.old.partial").write_text("in the way")
+    checkpoint.keep(tmp_path, 1)
+    assert checkpoint.steps(tmp_path) == [1, 2] and "An old checkpoint is not removed" in caplog.text
+
+
+def test_what_a_save_or_a_removal_left_is_removed_and_nothing_else(tmp_path: Path):
+    save(tmp_path, 1)
+    for name in ("global_step_2.partial", "global_step_3.old.partial", "global_step_4", "global_step_5.damaged"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+    checkpoint.remove_partial(tmp_path)
+    left = ["global_step_1", "global_step_4", "global_step_5.damaged"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_every_folder_of_a_checkpoint_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    (tmp_path / "runs").mkdir()
+    save(tmp_path / "runs", 1)
+    partial = tmp_path / "runs/global_step_1.partial"
+    folders = [partial, partial / "actor", partial / "actor/checkpoint", partial / "critic"]
+    assert {*map(str, folders)} <= {*synced} and synced[-2:] == [str(tmp_path / "runs"), str(tmp_path)]
 
 
 def test_a_checkpoint_names_every_file_with_its_hash(tmp_path: Path):

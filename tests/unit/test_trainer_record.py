@@ -14,7 +14,7 @@ from verl_like.trainer.console import RunConsole
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
-from verl_like.trainer.run_recorder import RunRecorder, _new_run_dir
+from verl_like.trainer.run_recorder import RunRecorder, _link_latest, _new_run_dir
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import TRACKERS, Tracking, require_trackers
 
@@ -77,6 +77,8 @@ def test_training_roles_of_a_pool_share_a_process_and_the_engine_has_its_own():
 
 def test_every_run_gets_a_folder_of_its_own_and_latest_points_to_the_newest(tmp_path):
     first, second = _new_run_dir(tmp_path), _new_run_dir(tmp_path)
+    _link_latest(first)
+    _link_latest(second)
     assert first != second and first.is_dir() and second.is_dir()
     assert (tmp_path / "latest").resolve() == second
 

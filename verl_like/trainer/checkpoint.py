@@ -9,6 +9,7 @@ Nothing in a checkpoint is a pickle: tensors are safetensors, the rest is JSON.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -56,23 +59,35 @@ def commit(partial: Path, step: int, state: dict[str, Any]) -> Checkpoint:
     files = {str(path.relative_to(partial)): _digest(path, sync=True) for path in _files(partial)}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
-    with open(partial / f"{MANIFEST}.partial", "w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(partial / f"{MANIFEST}.partial", partial / MANIFEST)
-    for folder in {partial, *(path.parent for path in _files(partial))}:
-        _sync_folder(folder)
+    for path in partial.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
+    write(partial / MANIFEST, json.dumps(manifest, indent=1))
     folder = folder_of_step(partial.parent, step)
     if folder.exists():
         remove(folder)
     os.rename(partial, folder)
     _sync_folder(folder.parent)
+    _sync_folder(folder.parent.parent)  # the run's own entry
     return Checkpoint(folder, step, state)
 
 
-def read(folder: Path) -> Checkpoint:
-    """Reads and checks a checkpoint. Raises DamagedCheckpoint, naming the first file that is not as it was written."""
+def write(path: Path, text: str) -> None:
+    """Writes a file that is there as a whole or as it was, also after a loss of power."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+
+
+def read(folder: Path, *, hashes: bool = True) -> Checkpoint:
+    """Reads and checks a checkpoint, without `hashes` by the sizes of its files alone.
+
+    Raises DamagedCheckpoint, naming the first file that is not as it was written.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, step, state, files = (manifest[name] for name in ("format", "step", "state", "files"))
@@ -86,20 +101,23 @@ def read(folder: Path) -> Checkpoint:
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpoint(f"{path} is missing.")
-        if (found := _digest(path)) != expected:
+        if (found := _digest(path) if hashes else expected | {"bytes": path.stat().st_size}) != expected:
             raise DamagedCheckpoint(
                 f"{path} is not as it was written: {found['bytes']} bytes with sha256 {found['sha256'][:12]}..., the "
                 f"manifest says {expected['bytes']} with {expected['sha256'][:12]}..."
             )
+    for path in folder.rglob("*.safetensors"):  # a load would take it in
+        if str(path.relative_to(folder)) not in files:
+            raise DamagedCheckpoint(f"{path} is not in the manifest.")
     return Checkpoint(folder, step, state)
 
 
-def newest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is as it was written, and what is wrong with newer ones."""
+def newest(run_dir: Path, *, hashes: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of a run that is as it was written, by `read`, and what is wrong with newer ones."""
     damages: list[str] = []
     for step in reversed(steps(run_dir)):
         try:
-            return read(folder_of_step(run_dir, step)), damages
+            return read(folder_of_step(run_dir, step), hashes=hashes), damages
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
     return None, damages
@@ -112,17 +130,37 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
-    """Removes all checkpoints but the newest ones and those of the steps `others`."""
+    """Removes all checkpoints but the newest ones and those of the steps `others`; warns of one that stays."""
     kept = {*steps(run_dir)[-num_newest:], *others}
     for step in steps(run_dir):
         if step not in kept:
-            remove(folder_of_step(run_dir, step))
+            try:
+                remove(folder_of_step(run_dir, step))
+            except OSError as error:
+                logger.warning("An old checkpoint is not removed: %s", error)
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; one that is removed in part has no manifest."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Removes a checkpoint, which loses its name first: `remove_partial` takes what a killed run leaves of it."""
+    partial = folder.with_name(f"{folder.name}.old.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    os.rename(folder, partial)
+    shutil.rmtree(partial)
+
+
+def remove_partial(run_dir: Path) -> None:
+    """Removes what saves and removals of a run left that did not come to their end."""
+    for partial in run_dir.glob("global_step_*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def set_aside(run_dir: Path, after: int) -> None:
+    """Renames the checkpoints after a step to `global_step_N.damaged`, so that they are not counted."""
+    for step in steps(run_dir):
+        if step > after:
+            damaged = run_dir / f"global_step_{step}.damaged"
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(folder_of_step(run_dir, step), damaged)
 
 
 def _files(folder: Path) -> list[Path]:

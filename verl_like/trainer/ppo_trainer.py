@@ -139,9 +139,11 @@ class RayPPOTrainer:
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
+            if self.recorder.is_ending and not saves:  # SIGTERM came after the step's end
+                saves, partial = True, self.save()
             if saves:
                 self.recorder.commit_checkpoint(partial, self.global_step, self.state())
-                if self.recorder.is_ending:
+                if self.recorder.is_ending and not is_last:
                     raise KeyboardInterrupt
 
     def next_prompts(self) -> DataProto:

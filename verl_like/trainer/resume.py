@@ -11,10 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import Checkpoint
+from verl_like.trainer.config.compose import default_tree
 from verl_like.trainer.config.run_config import RunConfig
 
 FINGERPRINTS = "inputs.json"
@@ -26,12 +28,15 @@ trainer.val_before_train trainer.test_freq trainer.save_freq trainer.log_val_gen
 trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep
 resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout_s data.*_files *.path *_path
 *.fsdp_size *.reshard_after_forward *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
-*_micro_batch_size_per_gpu *_max_token_len_per_gpu *.use_dynamic_bsz *.tensor_model_parallel_size
+*micro_batch_size_per_gpu *_max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
 *.weight_transport
 """.split()  # noqa: SIM905  a list would have a line for each
 """Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
 The files behind a path are compared by their fingerprint."""
+
+_locks: dict[Path, TextIO] = {}
+"""The last lock of each file that this process took."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
                 f"trainer.resume_from_path={run_dir} has no checkpoint (global_step_N/{checkpoint.MANIFEST}): give the "
                 "folder of a run that saved one."
             )
+        whole, _ = checkpoint.newest(run_dir, hashes=False)
+        if whole and whole.step >= config.num_steps_of_run:
+            raise ValueError(
+                f"trainer.resume_from_path={run_dir} already has {whole.step} of {config.num_steps_of_run} steps: "
+                "raise trainer.total_training_steps to train on."
+            )
         if differing := differing_keys(config, run_dir):
             raise ValueError(
                 f"{run_dir} has other settings, which would change its numbers: {'; '.join(differing)}. Give them as "
@@ -69,8 +80,8 @@ def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
     if trainer.resume_mode == "auto":
         parent = Path(trainer.default_local_dir).expanduser().resolve()
         for run_dir in sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True):
-            steps = checkpoint.steps(run_dir)
-            if not steps or steps[-1] >= config.num_steps_of_run:
+            whole, _ = checkpoint.newest(run_dir, hashes=False)  # a finished run is not hashed at every start
+            if not checkpoint.steps(run_dir) or (whole and whole.step >= config.num_steps_of_run):
                 continue
             if differing := differing_keys(config, run_dir):
                 notes.append(f"{run_dir} is unfinished and is not continued: it has {'; '.join(differing)}.")
@@ -85,27 +96,48 @@ def go_on(config: RunConfig, run_dir: Path, notes: list[str]) -> ResumedRun | No
 
     None where all checkpoints are damaged and that is not refused. Raises ValueError as `find_run`.
     """
-    lock = lock_run(run_dir)
-    newest, damages = checkpoint.newest(run_dir)
-    if damages and config.trainer.damaged_ckpt == "refuse":
-        raise ValueError(f"{' '.join(damages)} Remove it, or set trainer.damaged_ckpt=skip for the one before.")
-    notes += [f"Skipped a damaged checkpoint: {damage}" for damage in damages]
-    if newest is None:
-        lock.close()
-        return None
-    saved = json.loads((run_dir / FINGERPRINTS).read_text())
-    if changed := [key for key, value in fingerprints_of(config).items() if saved.get(key) != value]:
+    saved, here = json.loads((run_dir / FINGERPRINTS).read_text()), fingerprints_of(config)
+    if changed := [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]:
         raise ValueError(
             f"{run_dir} read other files than there are now: {', '.join(changed)}. Restore them, or set "
             "trainer.resume_mode=disable for a new run."
         )
+    lock = lock_run(run_dir)
+    newest, damages = checkpoint.newest(run_dir)
+    is_refused = damages and config.trainer.damaged_ckpt == "refuse"
+    if is_refused or newest is None:
+        lock.close()
+    if is_refused:
+        raise ValueError(f"{' '.join(damages)} Remove it, or set trainer.damaged_ckpt=skip for the one before.")
+    notes += [f"Skipped a damaged checkpoint: {damage}" for damage in damages]
+    if newest is None:
+        return None
     notes.append(f"Continuing {run_dir} after step {newest.step}.")
+    num_steps = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trainer.total_training_steps")
+    if num_steps != config.num_steps_of_run and any(
+        value not in ("constant", 0)
+        for key, value in _values(config.model_dump(mode="json"))
+        if key.endswith((".lr_scheduler_type", ".lr_warmup_steps_ratio"))
+    ):
+        notes.append(f"The schedule of the learning rate was for {num_steps} training steps, and is now for "
+                     f"{config.num_steps_of_run}.")  # fmt: skip
     return ResumedRun(run_dir, newest, lock)
 
 
 def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
-    """`key=there (here: value)` of each key that changes numbers and differs from the run's configuration."""
-    there = dict(_values(yaml.safe_load((run_dir / "config.yaml").read_text())))
+    """`key=there (here: value)` of each key that changes numbers and differs from the run's configuration.
+
+    A key that the run did not have, as of an earlier version, has its default there.
+    """
+    try:
+        json.loads((run_dir / FINGERPRINTS).read_text())
+        saved = OmegaConf.load(run_dir / "config.yaml")
+        if not saved:
+            raise ValueError("config.yaml is empty")
+    except (OSError, ValueError, YAMLError) as error:
+        return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
+    merged = OmegaConf.merge(default_tree(type(config)), saved)
+    there = dict(_values(OmegaConf.to_container(merged, resolve=True)))
     here = dict(_values(config.model_dump(mode="json")))
     return [
         f"{key}={there.get(key)} (here: {here.get(key)})"
@@ -116,42 +148,63 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
 
 def lock_run(run_dir: Path) -> TextIO:
     """Locks a run's folder until the process ends. Raises ValueError, naming the process, if a live run holds it."""
-    lock = open(run_dir / ".lock", "a+")  # noqa: SIM115  held as long as the run
+    path = run_dir / ".lock"
+    if path in _locks and not _locks[path].closed:  # a second lock of a process would replace its first
+        raise ValueError(f"{run_dir} is being written by this process: wait for the end of that run.")
     try:
+        lock = open(path, "a+")  # noqa: SIM115  held as long as the run
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: a fork of this process must not hold it
-    except (BlockingIOError, PermissionError):
-        lock.seek(0)
+    except BlockingIOError:
         raise ValueError(
-            f"{run_dir} is being written by another run ({lock.read().strip()}): wait for its end, or set "
+            f"{run_dir} is being written by another run ({path.read_text().strip()}): wait for its end, or set "
             "trainer.resume_mode=disable for a run of its own."
         ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{run_dir} cannot be locked ({error}): give a trainer.default_local_dir of your own, on a file system "
+            "with locks."
+        ) from error
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
+    _locks[path] = lock
     return lock
 
 
 def fingerprints_of(config: RunConfig) -> dict[str, str]:
-    """A hash of the files that each path of the configuration names, of large ones their sizes and first MiB."""
+    """A hash of what is behind each path of the configuration.
+
+    A file counts whole; of those in a folder, as of a model, names, sizes, and first and last MiB; and by its name what
+    is not on the disk: a model of the hub, a module, a URL.
+    """
     fingerprints = {}
     for key, value in _values(config.model_dump(mode="json")):
         paths = [value] if isinstance(value, str) else value
         if not paths or not key.endswith((".path", "_path", "_files")) or key.startswith("trainer."):
             continue
         digest = hashlib.sha256()
-        for path in map(Path, map(os.path.expanduser, paths)):
-            for file in sorted(path.glob("*.*")) if path.is_dir() else [path]:
-                digest.update(f"{file.name} {file.stat().st_size if file.is_file() else None}".encode())
-                if file.is_file():
-                    with open(file, "rb") as opened:
-                        digest.update(opened.read(1 << 20))
+        for name in paths:
+            path = Path(name).expanduser()
+            if path.is_file():
+                with open(path, "rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            elif not path.is_dir():
+                digest.update(name.encode())
+            for part in sorted(path.glob("*.*")):
+                size = part.stat().st_size
+                digest.update(f"{part.name} {size}".encode())
+                if part.is_file():
+                    with open(part, "rb") as file:
+                        digest.update(file.read(1 << 20))
+                        file.seek(max(0, size - (1 << 20)))
+                        digest.update(file.read())
         fingerprints[key] = digest.hexdigest()
     return fingerprints
 
 
 def _values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every setting; a list is a value."""
-    if not isinstance(tree, dict) or not tree:
+    """(key, value) of every setting; a list is a value, and so are the reward's arguments, whose names mean nothing."""
+    if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):
         yield prefix, tree
         return
     for name, value in tree.items():

@@ -55,7 +55,7 @@ def run(
             inputs = check_inputs(config, cleanup)
             resumed, notes = find_run(inputs.config)
             recorder = RunRecorder(inputs.config, display, resumed)
-        except (ValueError, RewardError) as error:
+        except (ValueError, RewardError, OSError) as error:
             return say(str(error), 2)
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
@@ -86,10 +86,16 @@ def train(
     except (WorkerError, CallTimeout, RewardError, PlacementError) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         return say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
+    except OSError as error:  # a full disk, above all
+        outcome = f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as they were."
+        return say(f"{outcome} They are in {recorder.run_dir}.", 1)
     finally:
         # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process, so it comes last.
         handle_signals(signal.SIG_IGN)
-        recorder.close(outcome)
+        try:
+            recorder.close(outcome)
+        except OSError as error:
+            say(f"{outcome} The report is not written: {error}.")
         ray.shutdown()
         handle_signals(signal.default_int_handler)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
-from verl_like.trainer.checkpoint import commit, keep
+from verl_like.trainer.checkpoint import commit, keep, remove_partial, set_aside, write
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.console import RunConsole
@@ -32,13 +32,17 @@ class RunRecorder:
         self.config, self.display, self.resumed = config, display, resumed
         if resumed:
             self.run_dir, self.lock = resumed.run_dir, resumed.lock
+            remove_partial(self.run_dir)
+            set_aside(self.run_dir, after=resumed.checkpoint.step)
             for name, num_bytes in resumed.checkpoint.state["files"].items():
-                os.truncate(self.run_dir / name, num_bytes)
+                file = self.run_dir / name
+                os.truncate(file, min(num_bytes, file.stat().st_size))
         else:
             self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
             self.lock = lock_run(self.run_dir)
-            (self.run_dir / FINGERPRINTS).write_text(json.dumps(fingerprints_of(config), indent=1))
-        (self.run_dir / "config.yaml").write_text(to_yaml(config))
+            write(self.run_dir / FINGERPRINTS, json.dumps(fingerprints_of(config), indent=1))
+        _link_latest(self.run_dir)
+        write(self.run_dir / "config.yaml", to_yaml(config))
         self.timeline_file = open(self.run_dir / "timeline.jsonl", "a", buffering=1)  # noqa: SIM115
         self.timeline = Timeline(self.timeline_file, display)
         self.console = RunConsole(display)
@@ -52,7 +56,6 @@ class RunRecorder:
         self.seconds: dict[str, float] = {}
         self.saves_when_ended = False
         """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
-        self.is_in_step = False
         self.is_ending = False
         self.started = time.time()
 
@@ -85,10 +88,8 @@ class RunRecorder:
         self.timeline.start_step(step)
         self.seconds = {}
         metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
-        self.is_in_step = True
         with self.timer("step"):
             yield metrics.update
-        self.is_in_step = False
         seconds = self.timeline.phase_seconds() | self.seconds
         metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
         metrics["perf/time_per_step"] = seconds["step"]
@@ -100,6 +101,8 @@ class RunRecorder:
             metrics["perf/overlap"] = critical_path_seconds / training_seconds
         self.tracking.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)
+        if self.is_ending:
+            self.console.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """A validation by itself, such as that before the first step."""
@@ -120,15 +123,17 @@ class RunRecorder:
             self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
-        """Handles SIGTERM, which ends a pre-empted run: after the step where the trainer saves, or else now."""
-        if not (self.saves_when_ended and self.is_in_step) or self.is_ending:
+        """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves, or else now."""
+        if not self.saves_when_ended or self.is_ending:
             raise KeyboardInterrupt
-        self.is_ending = True
-        self.console.say("SIGTERM: saving after this step; a second one ends the run without.")
+        self.is_ending = True  # no more: a handler must not print while the console does
 
     def commit_checkpoint(self, partial: Path, step: int, state: dict[str, Any]) -> None:
         """Makes the folder the checkpoint of a step whose metrics are logged; removes the oldest that are too many."""
-        files = {name: (self.run_dir / name).stat().st_size for name in ("metrics.jsonl", "timeline.jsonl")}
+        files = {}
+        for file in (self.tracking.jsonl, self.timeline_file):
+            os.fsync(file.fileno())
+            files[Path(file.name).name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
         commit(partial, step, state | {"files": files, "shown": shown})
         keep(self.run_dir, self.config.trainer.max_ckpt_to_keep)
@@ -138,7 +143,7 @@ class RunRecorder:
         self.console.close()
         self.tracking.close()
         self.timeline_file.close()
-        self.lock.close()
+        remove_partial(self.run_dir)
         metrics = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         write_report(
             self.run_dir / "report.html",
@@ -165,6 +170,7 @@ class RunRecorder:
             path = self.run_dir / name
             if path.exists() and path.stat().st_size:
                 self.console.say(f"    {name:<40} {what}")
+        self.lock.close()  # after the last write
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
@@ -188,18 +194,21 @@ def _shown(text: str, max_length: int = 240) -> str:
 
 
 def _new_run_dir(parent: Path) -> Path:
-    """Makes `parent/<date>_<time>`, numbered when two runs start in one second, and links `latest` to it."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"trainer.default_local_dir={parent} cannot be made ({error}); give another.") from error
+    """Makes `parent/<date>_<time>`, numbered when two runs start in one second."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     run_dir, number = parent / stamp, 1
     while run_dir.exists():
         number += 1
         run_dir = parent / f"{stamp}_{number}"
-    run_dir.mkdir()
-    link = parent / f".latest.{os.getpid()}"
-    link.symlink_to(run_dir.name)
-    link.replace(parent / "latest")
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"trainer.default_local_dir={parent} cannot be written ({error}); give another.") from error
     return run_dir
+
+
+def _link_latest(run_dir: Path) -> None:
+    """Makes `latest`, beside the run, a link to it."""
+    link = run_dir.parent / f".latest.{os.getpid()}"
+    link.symlink_to(run_dir.name)
+    link.replace(run_dir.parent / "latest")

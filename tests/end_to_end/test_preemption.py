@@ -1,0 +1,97 @@
+"""SIGTERM at any place of the training loop loses no step, and a signal in the last step loses no exit code."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_like.protocol import DataProto
+from verl_like.trainer import checkpoint
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.run_recorder import RunRecorder
+
+
+class StepsWithoutModels(RayPPOTrainer):
+    """The loop of the trainer around steps that compute nothing."""
+
+    def next_prompts(self) -> DataProto:
+        return DataProto(meta_info={"epoch": 0})
+
+    def step(self, prompts: DataProto, upcoming: DataProto | None = None) -> dict[str, float]:
+        return {}
+
+    def save(self) -> Path:
+        folder = checkpoint.begin(self.recorder.run_dir, self.global_step)
+        (folder / "weights").write_text("")
+        return folder
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def trainer_with(tmp_path: Path) -> Iterator[Callable[..., StepsWithoutModels]]:
+    def start(*settings: str) -> StepsWithoutModels:
+        required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"]
+        required += [f"trainer.default_local_dir={tmp_path}", "trainer.val_before_train=false"]
+        config = load_ppo_config([*required, "trainer.total_training_steps=4", *settings])
+        recorder = RunRecorder(config, PPO_DISPLAY)
+        signal.signal(signal.SIGTERM, recorder.terminate)
+        return StepsWithoutModels(config, None, {}, None, range(2048), [], None, recorder)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield start
+    signal.signal(signal.SIGTERM, handler)
+
+
+def send_in_step(trainer: StepsWithoutModels, step: int, owner: Any, name: str, times: int = 1) -> None:
+    """The call `owner.name` of a step is interrupted by SIGTERM before it begins."""
+    call = getattr(owner, name)
+
+    def call_after_signal(*arguments: Any) -> Any:
+        if trainer.global_step == step:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return call(*arguments)
+
+    setattr(owner, name, call_after_signal)
+
+
+@pytest.mark.parametrize(
+    ("name", "save_freq"),
+    [("step", -1), ("log", -1), ("show_step", -1), ("log", 2), ("save", 2), ("state", 2)],
+)
+def test_sigterm_in_a_step_or_after_it_ends_the_run_with_a_checkpoint_of_it(
+    name: str, save_freq: int, trainer_with: Callable[..., StepsWithoutModels]
+):
+    trainer = trainer_with(f"trainer.save_freq={save_freq}")
+    owners = {"log": trainer.recorder.tracking, "show_step": trainer.recorder.console}
+    send_in_step(trainer, 2, owners.get(name, trainer), name)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert trainer.global_step == 2 and checkpoint.steps(trainer.recorder.run_dir) == [2]
+
+
+def test_sigterm_in_the_last_step_is_no_interrupt(trainer_with: Callable[..., StepsWithoutModels]):
+    trainer = trainer_with()
+    send_in_step(trainer, 4, trainer, "step")
+    trainer.fit()
+    assert checkpoint.steps(trainer.recorder.run_dir) == [4]
+
+
+def test_a_second_sigterm_ends_the_run_at_once_and_leaves_nothing_in_part(
+    trainer_with: Callable[..., StepsWithoutModels],
+):
+    trainer = trainer_with("trainer.save_freq=1")
+    send_in_step(trainer, 2, trainer, "state", times=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    run_dir = trainer.recorder.run_dir
+    assert [path.name for path in run_dir.glob("global_step_2*")] == ["global_step_2.partial"]
+    trainer.recorder.close("Interrupted.")
+    assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
