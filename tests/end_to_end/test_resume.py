@@ -17,6 +17,7 @@ PPO = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "tr
 PPO += ["actor_rollout_ref.actor.optim.lr_scheduler_type=linear", "trainer.test_freq=2", "trainer.save_freq=1"]
 APART = ["+resource_pool_spec.rollout_pool=[1]", "role_mapping.rollout=rollout_pool"]
 GRPO = ["algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
+FILTERED = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"]
 
 
 def numbers_of(folder: Path) -> list[dict[str, float]]:
@@ -57,8 +58,11 @@ def config_of(folder: Path, tiny_llama: Callable, *settings: str, steps: int = 5
 
 @pytest.mark.parametrize(
     "settings",
-    [PPO, [*GRPO, "trainer.pipeline_depth=1", *APART, "algorithm.rollout_correction.bypass_mode=true"]],
-    ids=["ppo", "responses are a step ahead"],
+    [
+        [*PPO, *FILTERED],
+        [*GRPO, *FILTERED, "trainer.pipeline_depth=1", *APART, "algorithm.rollout_correction.bypass_mode=true"],
+    ],
+    ids=["dynamic sampling", "dynamic sampling a step ahead"],
 )
 def test_a_run_that_is_interrupted_twice_equals_one_that_is_not(
     settings: list[str], tmp_path: Path, tiny_llama: Callable
@@ -71,6 +75,7 @@ def test_a_run_that_is_interrupted_twice_equals_one_that_is_not(
     assert len(list((parts / "runs").glob("2*"))) == 1
     assert numbers_of(parts) == numbers_of(whole)
     assert [row["step"] for row in metrics_of(parts)] == [0, 1, 2, 3, 4, 5]
+    assert any(row.get("rollout/num_prompt_batches", 1) > 1 for row in metrics_of(parts))
     expected = tensors_of(whole, 5)
     tensors = tensors_of(parts, 5)
     assert tensors.keys() == expected.keys() and any(name.endswith(".exp_avg_sq") for name in tensors)

@@ -349,13 +349,20 @@ def test_the_exported_critic_reloads_with_its_head(model_path, tmp_path):
     assert torch.equal(hf.score.weight, parameters_of(group.workers[0])["score.weight"])
 
 
-def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path):
+@pytest.mark.parametrize(("offloaded", "offloads"), [(False, False), (False, True), (True, False)])
+def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path, offloaded: bool, offloads: bool):
     data, path = make_batch(), str(tmp_path / "checkpoint")
-    config = policy_config(model_path, optim={"lr": 1e-2, "lr_scheduler_type": "linear"})
-    straight = local_group(ActorWorker, config, total_training_steps=5)
+    settings = {"optim": {"lr": 1e-2, "lr_scheduler_type": "linear"}}
+    straight, resumed = (
+        local_group(
+            ActorWorker,
+            policy_config(model_path, **settings, fsdp={"param_offload": offload, "optimizer_offload": offload}),
+            total_training_steps=5,
+        )
+        for offload in (offloaded, offloads)
+    )
     update(straight, data)
     straight.save_checkpoint(path)
-    resumed = local_group(ActorWorker, config, total_training_steps=5)
     resumed.load_checkpoint(path)
     assert update(straight, data)["actor/lr"] == update(resumed, data)["actor/lr"] == 8e-3
     expected = parameters_of(straight.workers[0])

@@ -212,13 +212,20 @@ class FsdpEngine(TrainingEngine):
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
         reader, state = HuggingFaceStorageReader(path), self._state()
-        saved = reader.read_metadata().state_dict_metadata
-        for name, tensor in state.items():
-            size = getattr(saved.get(name), "size", None)
-            if size != tensor.size():
+        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        there = {name: list(tensor.size) for name, tensor in saved.items()}
+        here = {name: list(tensor.size()) for name, tensor in state.items()}
+        for name in sorted({*there, *here}):
+            if there.get(name) != here.get(name):
                 raise ValueError(
-                    f"{path} is a checkpoint of another model: {name} is {size and list(size)} there, and "
-                    f"{list(tensor.size())} here; give the model of that run."
+                    f"{path} is a checkpoint of another model: {name} is {there.get(name)} there, and "
+                    f"{here.get(name)} here; give the model of that run."
+                )
+            chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
+            if sum(sizes.numel() for _, sizes in chunks) < math.prod(here[name]):
+                raise ValueError(
+                    f"{path} has only a part of {name}, as if ranks wrote it into folders of their own nodes: take a "
+                    "folder that all nodes see."
                 )
         dcp.load(state, storage_reader=reader)  # into the tensors that there are
         self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
