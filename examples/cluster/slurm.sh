@@ -9,6 +9,8 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
+# The last 600 seconds are for a checkpoint: the signal comes to this script (B:), not to the Ray of every node.
+#SBATCH --signal=B:TERM@600
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 ray=.venv/bin/ray
@@ -32,4 +34,8 @@ if ((others)); then
     "$ray" start --address="$RAY_ADDRESS" --num-cpus="$SLURM_CPUS_PER_TASK" --block &
   wait_for_nodes "$SLURM_NNODES"
 fi
-bash examples/cluster/train.sh "$@"
+bash examples/cluster/train.sh "$@" &
+train=$!
+trap 'kill -TERM "$train"' TERM # to the driver alone, which needs Ray and the workers until it has saved
+wait "$train" || true           # ends at a signal too
+wait "$train"

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,22 @@ def test_the_job_of_the_cluster_scripts_is_the_layout_of_16_gpus_on_the_ray_that
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", slurm, re.MULTILINE))
     assert int(options["nodes"]) * int(options["gpus-per-node"]) == config.num_processes_of_run
     for starter in (slurm, (CLUSTER / "ray_job.sh").read_text()):
-        assert re.search(r"bash \S*examples/cluster/train.sh\"? \"\$@\"$", starter.strip())
+        assert re.search(r"bash \S*examples/cluster/train.sh\"? \"\$@\"( &)?$", starter, re.MULTILINE)
+
+
+def test_the_slurm_script_gives_sigterm_to_the_driver_and_waits_for_its_exit_code(tmp_path: Path):
+    folder = tmp_path / "examples/cluster"
+    folder.mkdir(parents=True)
+    (folder / "train.sh").write_text("trap 'sleep 0.5; touch saved; exit 130' TERM\ntouch ready\nfor i in {1..600}; do sleep 0.1; done")
+    script = (CLUSTER / "slurm.sh").read_text()
+    tail = script[script.index("bash examples/cluster/train.sh") :]
+    with subprocess.Popen(["bash", "-c", f"set -euo pipefail\n{tail}"], cwd=tmp_path) as process:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=30) == 130
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("script", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
