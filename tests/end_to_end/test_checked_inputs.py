@@ -1,11 +1,14 @@
 """What the checks before a run accept: own algorithms, rows for the reward model, small machines."""
 
 import contextlib
+import datetime
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from runs import SPLIT, tiny_run_settings
 from tokenizers import normalizers
@@ -77,6 +80,20 @@ def model_rows(folder: Path) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("\n".join([json.dumps(row | {"extra_info": {"index": i}}) for i in range(8)]))
     return path
+
+
+def test_fields_of_rows_that_a_checkpoint_cannot_hold_are_refused_where_it_holds_rows(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), "trainer.pipeline_depth=1"]
+    settings += ["+resource_pool_spec.rollout_pool=[1]", "role_mapping.rollout=rollout_pool"]
+    settings += ["algorithm.rollout_correction.bypass_mode=true", "trainer.n_gpus_per_node=1"]
+    rows = pq.read_table(tmp_path / "data.parquet").to_pylist()
+    for row in rows:
+        row["extra_info"]["when"] = datetime.date(2024, 5, 17)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=r"extra_info.*'when'\] is a date, which"):
+        check_inputs(load_ppo_config(settings), cleanup)
 
 
 def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_then_no_rule(

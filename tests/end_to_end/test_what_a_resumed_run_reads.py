@@ -115,13 +115,13 @@ def test_a_key_that_is_newer_than_a_run_has_its_default_there(config_with: Calla
     ]
 
 
-def test_a_schedule_that_is_stretched_by_more_steps_is_noted(config_with: Callable):
-    cosine = "critic.optim.lr_scheduler_type=cosine"
-    run_until(2, config_with(cosine))
-    for steps, notes_of_schedule in ((4, 0), (6, 1)):
-        run, notes = find_run(config_with(cosine, f"trainer.total_training_steps={steps}"))
+def test_another_number_of_training_steps_is_noted(config_with: Callable):
+    run_until(2, config_with())
+    for steps, num_notes in ((4, 1), (6, 2)):
+        run, notes = find_run(config_with(f"trainer.total_training_steps={steps}"))
         run.lock.close()
-        assert sum("was for 4 training steps, and is now for 6" in note for note in notes) == notes_of_schedule
+        assert len(notes) == num_notes
+    assert "was to have 4 training steps: a schedule of the learning rate" in notes[1]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "inputs.json"])

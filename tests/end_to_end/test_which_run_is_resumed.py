@@ -190,5 +190,5 @@ def test_a_folder_that_cannot_be_written_or_locked_is_refused(config_with: Calla
     folder = run_until(2, config_with())
     (folder / ".lock").unlink()
     (folder / ".lock").mkdir()
-    with pytest.raises(ValueError, match=r"cannot be locked .*give a trainer\.default_local_dir"):
+    with pytest.raises(ValueError, match=r"cannot be locked .*give another trainer\.default_local_dir"):
         find_run(config_with())

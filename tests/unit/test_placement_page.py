@@ -152,7 +152,9 @@ def test_the_job_of_the_cluster_scripts_is_the_layout_of_16_gpus_on_the_ray_that
 def test_the_slurm_script_gives_sigterm_to_the_driver_and_waits_for_its_exit_code(tmp_path: Path):
     folder = tmp_path / "examples/cluster"
     folder.mkdir(parents=True)
-    (folder / "train.sh").write_text("trap 'sleep 0.5; touch saved; exit 130' TERM\ntouch ready\nfor i in {1..600}; do sleep 0.1; done")
+    (folder / "train.sh").write_text(
+        "trap 'sleep 0.5; touch saved; exit 130' TERM\ntouch ready\nfor i in {1..600}; do sleep 0.1; done"
+    )
     script = (CLUSTER / "slurm.sh").read_text()
     tail = script[script.index("bash examples/cluster/train.sh") :]
     with subprocess.Popen(["bash", "-c", f"set -euo pipefail\n{tail}"], cwd=tmp_path) as process:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 import tracemalloc
 
 import pytest
@@ -108,6 +109,20 @@ def test_tensorboard_gets_every_metric(tmp_path):
     tracking.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(3, 0.5)]
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, values in ((1, (0.5, 0.25, 0.125)), (2, (4.0, 8.0))):
+        tracking = Tracking(["tensorboard"], tmp_path, "project", "experiment", {})
+        for step, value in enumerate(values, first_step):
+            tracking.log({"loss": value}, step=step)
+        tracking.close()
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')  # as the resume cuts it
+        time.sleep(1.1)  # files of one second have no order
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 4.0), (3, 8.0)]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch):

@@ -156,11 +156,10 @@ def remove_partial(run_dir: Path) -> None:
 
 def set_aside(run_dir: Path, after: int) -> None:
     """Renames the checkpoints after a step to `global_step_N.damaged`, so that they are not counted."""
-    for step in steps(run_dir):
-        if step > after:
-            damaged = run_dir / f"global_step_{step}.damaged"
-            shutil.rmtree(damaged, ignore_errors=True)
-            os.rename(folder_of_step(run_dir, step), damaged)
+    for folder in [folder_of_step(run_dir, step) for step in steps(run_dir) if step > after]:
+        damaged = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        os.rename(folder, damaged)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ trainer.val_before_train trainer.test_freq trainer.save_freq trainer.log_val_gen
 trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep
 resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout_s data.*_files *.path *_path
 *.fsdp_size *.reshard_after_forward *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
-*micro_batch_size_per_gpu *_max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
+*micro_batch_size_per_gpu *max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
 *.weight_transport
 """.split()  # noqa: SIM905  a list would have a line for each
@@ -67,10 +67,8 @@ def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
             )
         whole, _ = checkpoint.newest(run_dir, hashes=False)
         if whole and whole.step >= config.num_steps_of_run:
-            raise ValueError(
-                f"trainer.resume_from_path={run_dir} already has {whole.step} of {config.num_steps_of_run} steps: "
-                "raise trainer.total_training_steps to train on."
-            )
+            done = f"{whole.step} of {config.num_steps_of_run} steps"
+            raise ValueError(f"{run_dir} already has {done}: raise trainer.total_training_steps to train on.")
         if differing := differing_keys(config, run_dir):
             raise ValueError(
                 f"{run_dir} has other settings, which would change its numbers: {'; '.join(differing)}. Give them as "
@@ -114,13 +112,8 @@ def go_on(config: RunConfig, run_dir: Path, notes: list[str]) -> ResumedRun | No
         return None
     notes.append(f"Continuing {run_dir} after step {newest.step}.")
     num_steps = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trainer.total_training_steps")
-    if num_steps != config.num_steps_of_run and any(
-        value not in ("constant", 0)
-        for key, value in _values(config.model_dump(mode="json"))
-        if key.endswith((".lr_scheduler_type", ".lr_warmup_steps_ratio"))
-    ):
-        notes.append(f"The schedule of the learning rate was for {num_steps} training steps, and is now for "
-                     f"{config.num_steps_of_run}.")  # fmt: skip
+    if num_steps != config.num_steps_of_run:
+        notes.append(f"It was to have {num_steps} training steps: a schedule of the learning rate may now be another.")
     return ResumedRun(run_dir, newest, lock)
 
 
@@ -160,10 +153,7 @@ def lock_run(run_dir: Path) -> TextIO:
             "trainer.resume_mode=disable for a run of its own."
         ) from None
     except OSError as error:
-        raise ValueError(
-            f"{run_dir} cannot be locked ({error}): give a trainer.default_local_dir of your own, on a file system "
-            "with locks."
-        ) from error
+        raise ValueError(f"{run_dir} cannot be locked ({error}): give another trainer.default_local_dir.") from error
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()

@@ -42,7 +42,9 @@ class Tracking:
 def _tensorboard(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Backend:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run_dir / "tensorboard"))
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines()  # of a resumed run, those up to its checkpoint
+    next_step = json.loads(rows[-1])["step"] + 1 if rows else None
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=next_step)
 
     def log(metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():

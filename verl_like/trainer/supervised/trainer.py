@@ -75,9 +75,11 @@ class SupervisedTrainer:
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
+            if self.recorder.is_ending and not saves:  # SIGTERM came after the step's end
+                saves, partial = True, self.save()
             if saves:
                 self.recorder.commit_checkpoint(partial, self.global_step, {"global_step": self.global_step})
-                if self.recorder.is_ending:
+                if self.recorder.is_ending and not is_last:
                     raise KeyboardInterrupt
 
     def step(self, batch: DataProto) -> dict[str, float]:
