@@ -139,6 +139,8 @@ class RayPPOTrainer:
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
+                        if is_last or self.recorder.is_ending:
+                            self.learner.save_models(partial)
             if saves:
                 self.recorder.commit_checkpoint(partial, self.global_step, self.state())
                 if self.recorder.is_ending:
@@ -207,7 +209,7 @@ class RayPPOTrainer:
         return validation_metrics(batch, scores_B) | counts
 
     def save(self) -> Path:
-        """Writes the training state, and the models in Hugging Face format; returns the folder of a checkpoint."""
+        """Writes the training state; returns the folder of a checkpoint."""
         folder = begin(self.recorder.run_dir, self.global_step)
         self.learner.save(folder)
         if self.generated:
