@@ -334,6 +334,10 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
             *("log_val_generations", "default_local_dir"),
         )
     ],
+    "checkpoint": [
+        f"trainer.{name}"
+        for name in ("resume_mode", "resume_from_path", "damaged_ckpt", "max_ckpt_to_keep", "best_ckpt_metric")
+    ],
 }
 
 

@@ -131,11 +131,13 @@ class RayPPOTrainer:
                 self.upcoming_batch = self.num_prompt_batches
                 upcoming = self.next_prompts() if trainer.pipeline_depth and not is_last else None
                 log(self.step(prompts, upcoming))
+                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
                 if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
-                        log(self.validate())
-                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
-                saves = saves or self.recorder.is_ending
+                        metrics = self.validate()
+                    log(metrics)
+                    saves |= self.recorder.is_best(self.global_step, metrics)
+                saves |= self.recorder.is_ending
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
