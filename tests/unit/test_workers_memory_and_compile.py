@@ -79,6 +79,7 @@ def test_small_tensors_stay_where_they_are(model_path):
     assert model.saving.stayed and not model.saving.gone
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_have_the_gradient_of_eager_ones(model_path):
     results = []

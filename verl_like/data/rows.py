@@ -1,6 +1,7 @@
 """Reads rows in verl's schema from Parquet, JSONL and JSON files and checks them."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,26 @@ def read_prompt_rows(
         ValueError: a file is missing, unreadable or of another format; a row breaks the schema; there are no rows.
     """
     files = [files] if isinstance(files, str) else list(files)
-    rows: list[PromptRow] = []
-    for file in files:
-        wanted = None if max_samples < 0 else max_samples - len(rows)
-        for index, record in _read_records(file)[:wanted]:
-            rows.append(_check_record(record, f"{file}, row {index}", prompt_key, reward_fn_key))
+    records = read_records(files, max_samples)
+    rows = [_check_record(record, place, prompt_key, reward_fn_key) for place, record in records]
     if not rows:
         raise ValueError(f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt")
     return rows
 
 
-def _read_records(file: str) -> list[tuple[int, Any]]:
+def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str, Any]]:
+    """(place, row) of the rows of all files in order, the first `max_samples` of them if it is not negative.
+
+    Raises ValueError for a file that is missing, unreadable or of another format.
+    """
+    records: list[tuple[str, Any]] = []
+    for file in files:
+        wanted = None if max_samples < 0 else max_samples - len(records)
+        records += [(f"{file}, row {index}", record) for index, record in _read_file(file)[:wanted]]
+    return records
+
+
+def _read_file(file: str) -> list[tuple[int, Any]]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"data file {file} does not exist (looked for {path.resolve()})")
@@ -72,30 +82,30 @@ def _parse_json(text: bytes, place: str) -> Any:
 
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
     if not isinstance(record, dict):
-        raise _bad_row(place, "the row", record, "an object with named fields")
+        raise bad_row(place, "the row", record, "an object with named fields")
     messages = record.get(prompt_key)
     if not isinstance(messages, list) or not messages:
         fields = f"; the row has {', '.join(record)}: set data.prompt_key" if messages is None else ""
-        raise _bad_row(place, f"field {prompt_key!r}", messages, _MESSAGES + fields)
+        raise bad_row(place, f"field {prompt_key!r}", messages, _MESSAGES + fields)
     for position, message in enumerate(messages):
         field = f"field {prompt_key}[{position}]"
         if not isinstance(message, dict):
-            raise _bad_row(place, field, message, 'a chat message {"role": "user", "content": "..."}')
+            raise bad_row(place, field, message, 'a chat message {"role": "user", "content": "..."}')
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise _bad_row(place, f"{field}[{key!r}]", message.get(key), "a string")
+                raise bad_row(place, f"{field}[{key!r}]", message.get(key), "a string")
     data_source = record.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
-        raise _bad_row(place, f"field {reward_fn_key!r}", data_source, "a string that names the data set")
+        raise bad_row(place, f"field {reward_fn_key!r}", data_source, "a string that names the data set")
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, dict):
-        raise _bad_row(place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}')
+        raise bad_row(place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}')
     if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
         expected = 'the right answer (or "style": "model" in reward_model)'
-        raise _bad_row(place, "field reward_model['ground_truth']", None, expected)
+        raise bad_row(place, "field reward_model['ground_truth']", None, expected)
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise _bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
+        raise bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
     # Parquet fills the keys that only other rows' messages have with null.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return PromptRow(place, messages, data_source, reward_model, extra_info or {})
@@ -109,6 +119,7 @@ def _found(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:80]}"
 
 
-def _bad_row(place: str, field: str, value: Any, expected: str) -> ValueError:
+def bad_row(place: str, field: str, value: Any, expected: str) -> ValueError:
+    """The error that says which field of which row is wrong, and what it should be."""
     found = "missing" if value is None else _found(value)
     return ValueError(f"{place}: {field} is {found}, expected {expected}")

@@ -11,6 +11,7 @@ from verl_like.single_controller.worker import Worker
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.config.roles import ActorConfig, CriticConfig
+from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
@@ -71,7 +72,9 @@ class ModelWorker(Worker):
         self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
         return shards
 
-    def start_engine(self, sequence_parallel_size: int = 1, training: ActorConfig | CriticConfig | None = None) -> None:
+    def start_engine(
+        self, sequence_parallel_size: int = 1, training: ActorConfig | CriticConfig | TrainingConfig | None = None
+    ) -> None:
         """Joins the ranks of the group and makes `engine`, which trains where there are settings for it."""
         init_process_group(self.device, self.rank, self.world_size)
         self.engine = FsdpEngine(

@@ -27,7 +27,7 @@ from verl_like.algorithms.registry import AlgorithmOptions, options_class
 from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 from verl_like.plugins import import_plugins
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.config.presets import half_cluster, whole_cluster
+from verl_like.trainer.config.presets import float_of_device, half_cluster, whole_cluster
 from verl_like.trainer.config.run_config import RunConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
@@ -136,6 +136,7 @@ def compose_tree(
     """The composed tree before it is resolved and checked."""
     OmegaConf.register_new_resolver("whole_cluster", whole_cluster, replace=True)
     OmegaConf.register_new_resolver("half_cluster", half_cluster, replace=True)
+    OmegaConf.register_new_resolver("float_of_device", float_of_device, replace=True)
     store, presets = ConfigStore.instance(), [{name: default} for name, default in schema.presets.items()]
     store.store(name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)})
     # Hydra opens the first file before it reads the search path, so the first file is ours and names the user's.

@@ -34,6 +34,11 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
     )
 
 
+def float_of_device(device: str) -> str:
+    """The data type in which a device computes by default."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def _require_positive_integers(nnodes: object, n_gpus_per_node: object) -> None:
     for key, value in (("trainer.nnodes", nnodes), ("trainer.n_gpus_per_node", n_gpus_per_node)):
         if type(value) is not int or value < 1:

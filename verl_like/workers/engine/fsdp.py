@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.config.roles import ActorConfig, CriticConfig
+from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
@@ -64,7 +65,7 @@ class FsdpEngine(TrainingEngine):
         config: ModelConfig,
         fsdp: ForwardFsdpConfig | TrainedFsdpConfig,
         device: str,
-        training: ActorConfig | CriticConfig | None,
+        training: ActorConfig | CriticConfig | TrainingConfig | None,
         total_training_steps: int | None,
         sequence_parallel_size: int,
         shares_device: bool,

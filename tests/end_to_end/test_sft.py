@@ -1,0 +1,109 @@
+"""Fine-tuning: whole runs, in one process and on Ray, and one that is continued."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer import worker_template
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.main_sft import WORKERS
+from verl_like.trainer.resume import find_run
+from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.supervised import run_sft
+from verl_like.trainer.supervised.config import SFTConfig, broken_sft_rules
+from verl_like.trainer.supervised.trainer import SupervisedTrainer
+from verl_like.workers.supervised import SFTWorker
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '=' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_llama: Callable) -> str:
+    """A model whose template ends a question with = and an answer with <eos>."""
+    path, _ = tiny_llama()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def config_in(folder: Path, model_path: str, *settings: str) -> SFTConfig:
+    """A run on sums of one digit, of five rows a step."""
+    folder.mkdir(exist_ok=True)
+    numbers = random.Random(0)
+    pairs = [(numbers.randint(0, 9), numbers.randint(0, 9)) for _ in range(40)]
+    rows = [json.dumps({"prompt": [{"role": "user", "content": f"{a}+{b}"}], "response": str(a + b)}) for a, b in pairs]
+    (folder / "train.jsonl").write_text("\n".join(rows[:33]))
+    (folder / "val.jsonl").write_text("\n".join(rows[33:]))
+    own = [f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/val.jsonl", f"model.path={model_path}"]
+    own += ["trainer.device=cpu", "data.train_batch_size=6", "training.optim.lr=3e-3", "trainer.save_freq=2"]
+    own += ["training.max_token_len_per_gpu=20", f"trainer.default_local_dir={folder}/runs", "trainer.test_freq=3"]
+    return load_config(SFTConfig, broken_sft_rules, [*own, "trainer.total_training_steps=6", *settings])
+
+
+def run_here(config: SFTConfig, last_step: int | None = None) -> None:
+    """A run in this process, which is interrupted in the middle of the step after `last_step`."""
+    inputs = run_sft.check_inputs(config, None)
+    worker = RayClassWithInitArgs(SFTWorker, config.model, config.training, 6, config.num_steps_of_run)
+    group = LocalWorkerGroup(worker, 1, role="model")
+    recorder = RunRecorder(config, run_sft.DISPLAY, find_run(config)[0])
+    trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
+    trainer.init_workers()
+    collate = inputs.train_dataset.collate
+
+    def collate_or_end(rows: list[int]) -> DataProto:
+        if trainer.global_step - 1 == last_step:
+            raise KeyboardInterrupt
+        return collate(rows)
+
+    inputs.train_dataset.collate = collate_or_end
+    if last_step is None:
+        trainer.fit()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    recorder.close("Done.")
+
+
+def numbers_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step without its times."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/")) and "/perf/" not in k}
+        for row in metrics_of(folder)
+    ]
+
+
+def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(tmp_path: Path, model_path: str):
+    run_here(config_in(tmp_path / "whole", model_path))
+    run_here(config_in(tmp_path / "parts", model_path), last_step=3)
+    run_here(config_in(tmp_path / "parts", model_path))
+    whole, parts = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "parts")
+    assert whole == parts and [row["step"] for row in whole] == list(range(7))
+    losses = [row["val-core/loss"] for row in whole if "val-core/loss" in row]
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    models = [
+        load_file(tmp_path / name / "runs/latest/global_step_6/model/huggingface/model.safetensors")
+        for name in ("whole", "parts")
+    ]
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+
+@pytest.mark.ray
+def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(tmp_path: Path, model_path: str):
+    run_here(config_in(tmp_path / "one", model_path))
+    config = config_in(tmp_path / "two", model_path, "trainer.n_gpus_per_node=2")
+    assert run_sft.run_sft(config, worker_template.start(WORKERS)) == 0
+    for one, two in zip(numbers_of(tmp_path / "one"), numbers_of(tmp_path / "two"), strict=True):
+        names = [name for name in one if name.startswith(("sft/loss", "sft/num_tokens", "sft/grad_norm", "val-core/"))]
+        assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "two/runs/latest/global_step_6/model/huggingface")

@@ -1,0 +1,129 @@
+"""Fine-tuning on conversations: which tokens are learned, and the loss against transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl_like.data.conversations import ConversationDataset
+from verl_like.protocol import metric_values
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.supervised.config import SFTConfig, broken_sft_rules
+from verl_like.workers.supervised import SFTWorker
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '+' if m['role'] == 'user' else '-' }}{{ m['content'] }}"
+    "{{ '<eos>' if m['role'] == 'assistant' }}{% endfor %}{% if add_generation_prompt %}-{% endif %}"
+)
+CHAT = [("user", "ab"), ("assistant", "cde"), ("user", "f"), ("assistant", "g")]
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_llama: Callable) -> str:
+    """A model whose template marks the turns."""
+    path, _ = tiny_llama()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def load(model_path: str, tmp_path: Path) -> Callable[..., ConversationDataset]:
+    def build(*rows: dict, **settings) -> ConversationDataset:
+        files = [write_rows(tmp_path / "rows.jsonl", list(rows))]
+        return ConversationDataset(files, AutoTokenizer.from_pretrained(model_path), **{"max_length": 30, **settings})
+
+    return build
+
+
+def learned_text(dataset: ConversationDataset, row: int, model_path: str) -> str:
+    """The conversation, with what is not learned as dots."""
+    batch = dataset.collate([row]).tensors()
+    tokens = AutoTokenizer.from_pretrained(model_path).convert_ids_to_tokens(batch["input_ids"][0].tolist())
+    mask = [0, *batch["response_mask"][0].tolist()]
+    return "".join(token if learned else "." for token, learned in zip(tokens, mask, strict=True))
+
+
+def test_what_assistants_write_is_learned_with_the_end_of_their_turns(load: Callable, model_path: str):
+    dataset = load(
+        {"messages": messages(*CHAT)},
+        {"prompt": "ab", "response": "cd"},
+        {"prompt": messages(("user", "ab")), "completion": messages(("assistant", "c"))},
+    )
+    #                                                        +ab-cde<eos>+f-g<eos>
+    assert learned_text(dataset, 0, model_path) == "....cde<eos>...g<eos>"
+    assert learned_text(dataset, 1, model_path) == "....cd<eos>"
+    assert learned_text(dataset, 2, model_path) == "....c<eos>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([{"text": "ab"}], {}, r"rows.jsonl, row 0: field 'prompt' is missing, .* the row has text"),
+        ([{"messages": [{"role": "user"}]}], {}, r"row 0: field messages\[0\] is dict"),
+        ([{"messages": messages(("user", "ab"))}], {}, "row 0: none of the 3 tokens is learned"),
+        ([{"prompt": "a" * 30, "response": "c"}], {}, "34 tokens, more than data.max_length=30"),
+        (
+            [{"prompt": "a" * 30, "response": "c"}],
+            {"overlong": "truncate"},
+            "none of the 30 tokens .* first data.max_l",
+        ),
+        ([{"prompt": "a" * 30, "response": "c"}], {"overlong": "drop"}, r"no conversation .* \(1 are too long\)"),
+    ],
+)
+def test_rows_that_cannot_be_learned_are_named(load: Callable, rows: list, settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        load(*rows, **settings)
+
+
+def config_of(model_path: str, file: str, *settings: str) -> SFTConfig:
+    own = [f"data.train_files={file}", f"model.path={model_path}", "trainer.device=cpu", "training.optim.lr=1e-2"]
+    return load_config(SFTConfig, broken_sft_rules, [*own, "trainer.total_training_steps=3", *settings])
+
+
+@pytest.mark.parametrize("micro", [["training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=1"], []])
+def test_the_loss_is_the_mean_over_the_learned_tokens_of_the_batch(
+    micro: list[str], load: Callable, model_path: str, tmp_path: Path
+):
+    dataset = load({"messages": messages(*CHAT)}, {"prompt": "ab", "response": "cdefghi"})
+    config = config_of(model_path, "unused", "data.train_batch_size=2", *micro)
+    worker = RayClassWithInitArgs(SFTWorker, config.model, config.training, 2, 3)
+    group = LocalWorkerGroup(worker, 1, role="model")
+    group.init_model()
+    batch = dataset.collate([0, 1])
+    log_probs_BR = group.compute_log_prob(batch).get().tensors()["log_probs"]
+    columns, model = batch.tensors(), AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(input_ids=columns["input_ids"], attention_mask=columns["attention_mask"]).logits[:, :-1]
+    expected_BR = (
+        logits.log_softmax(-1).gather(-1, columns["input_ids"][:, 1:, None])[..., 0] * columns["response_mask"]
+    )
+    torch.testing.assert_close(log_probs_BR.double(), expected_BR, rtol=1e-5, atol=1e-5)
+    losses = [metric_values(group.update_model(batch).get().meta_info["metrics"]) for _ in range(3)]
+    assert losses[0]["sft/loss"] == pytest.approx(
+        (-expected_BR.sum() / columns["response_mask"].sum()).item(), rel=1e-5
+    )
+    assert losses[0]["sft/num_tokens"] == 4 + 2 + 8
+    assert losses[2]["sft/loss"] < losses[1]["sft/loss"] < losses[0]["sft/loss"]
+
+
+def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
+    with pytest.raises(ValueError, match=r"train_batch_size=5 does not divide by 2"):
+        config_of(model_path, "x", "data.train_batch_size=5", "trainer.n_gpus_per_node=2")
+    with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size=3 does not divide the 2 ranks"):
+        config_of(model_path, "x", "trainer.n_gpus_per_node=2", "training.ulysses_sequence_parallel_size=3")

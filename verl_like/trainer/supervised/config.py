@@ -1,0 +1,99 @@
+"""The configuration of training on examples: data, one model, and how a batch becomes an optimizer step."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, Strict
+
+from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
+from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
+from verl_like.workers.config.supervised import SupervisedModelConfig, TrainingConfig
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
+
+
+class ConversationsConfig(ConfigModel):
+    """Conversations: where they are and how they become batches."""
+
+    train_files: Annotated[Paths, Field(min_length=1)]
+    """Training conversations: one file or a list of files (parquet, JSON, JSONL), whose rows have messages, or prompt
+    and response."""
+    val_files: Paths = ()
+    """Validation conversations: one file or a list of files; none means no validation."""
+    max_length: PositiveInt = 2048
+    """Longest conversation in tokens."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What a longer conversation does: error, it is left out, or it is cut at its end."""
+    train_batch_size: PositiveInt = 64
+    """Conversations of one training step, which is one optimizer step, over all ranks."""
+    shuffle: bool = True
+    """Draw the conversations of an epoch in random order, a function of trainer.seed and the epoch."""
+    train_max_samples: MinusOneOrPositive = -1
+    """Use only the first training conversations; -1 means all."""
+    val_max_samples: MinusOneOrPositive = -1
+    """Use only the first validation conversations; -1 means all."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
+
+
+class SupervisedTrainerConfig(RecordConfig):
+    """The run."""
+
+    experiment_name: str = "sft"
+    """Names the run in trackers and in the output folder."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where workers compute."""
+    nnodes: PositiveInt = 1
+    """Nodes of the run."""
+    n_gpus_per_node: PositiveInt = 1
+    """GPUs per node, one process each; with device cpu, processes per node."""
+    total_epochs: PositiveInt = 1
+    """Passes over the training rows."""
+    total_training_steps: PositiveInt | None = None
+    """Training steps; null means total_epochs of them."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """The one seed: order of the rows, new heads."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    test_freq: MinusOneOrPositive = -1
+    """Training steps between validations, the last of which follows the last step; -1 means only that one."""
+    save_freq: MinusOneOrPositive = -1
+    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run."""
+    balance_batch: bool = True
+    """Give the ranks rows of about equal work."""
+    call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds one call of the worker group may take before the run stops."""
+
+
+class SFTConfig(RunConfig):
+    """The whole configuration of supervised fine-tuning."""
+
+    base_name: ClassVar[str] = "sft_trainer"
+
+    data: ConversationsConfig
+    model: SupervisedModelConfig
+    training: TrainingConfig = TrainingConfig()
+    trainer: SupervisedTrainerConfig
+
+    @property
+    def num_processes_of_run(self) -> int:
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def num_steps_of_run(self) -> int:
+        return self.trainer.total_training_steps or 0
+
+
+def broken_sft_rules(config: SFTConfig) -> Iterator[str]:
+    """A sentence for each rule that the configuration breaks."""
+    ranks, shared = config.num_processes_of_run, config.training.ulysses_sequence_parallel_size
+    if ranks % shared:
+        yield (
+            f"training.ulysses_sequence_parallel_size={shared} does not divide the {ranks} ranks (trainer.nnodes x "
+            "trainer.n_gpus_per_node)"
+        )
+    elif config.data.train_batch_size % (ranks // shared):
+        yield (
+            f"data.train_batch_size={config.data.train_batch_size} does not divide by {ranks // shared}, the "
+            f"{ranks} ranks over those that share a sequence: every rank gets as many rows"
+        )

@@ -1,0 +1,45 @@
+"""Settings of a model that learns from examples."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from verl_like.config_model import ConfigModel, Follows, PositiveInt
+from verl_like.workers.config.engine import OptimConfig, TrainedFsdpConfig
+from verl_like.workers.config.models import PolicyModelConfig, TrainingDtype
+
+
+class SupervisedOptimConfig(OptimConfig):
+    """AdamW for examples."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
+
+
+class SupervisedFsdpConfig(TrainedFsdpConfig):
+    """How the parameters of the model are sharded and stored."""
+
+    dtype: Annotated[TrainingDtype, Follows("${float_of_device:${trainer.device}}")]
+    """Data type in which layers compute: float32, which is the default on a CPU, or bfloat16."""
+
+
+class SupervisedModelConfig(PolicyModelConfig):
+    """The pretrained model that learns."""
+
+    fsdp_config: SupervisedFsdpConfig
+
+
+class TrainingConfig(ConfigModel):
+    """How a batch becomes an optimizer step."""
+
+    micro_batch_size_per_gpu: PositiveInt = 8
+    """Rows per forward and backward pass on one rank. It divides a rank's share of the batch."""
+    use_dynamic_bsz: bool = True
+    """Fill passes by tokens, up to max_token_len_per_gpu, instead of by rows, with the same loss."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens, without padding, of a pass on one rank, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    optim: SupervisedOptimConfig = SupervisedOptimConfig()
