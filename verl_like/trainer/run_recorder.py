@@ -55,7 +55,7 @@ class RunRecorder:
         self.num_validations: int = shown.get("num_validations", 0)
         best: dict[str, Any] = resumed.checkpoint.state.get("best", {}) if resumed else {}
         self.best = best if best.get("metric") == trainer.best_ckpt_metric else {}
-        """The step with the best validation so far, and the name and value of its metric; empty before there is one."""
+        """The step with the best validation so far, its metric, and the value it was compared by; or empty."""
         self.has_best_metric = False
         """Whether a validation reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
@@ -118,9 +118,10 @@ class RunRecorder:
         self.console.show_validation(step, metrics)
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether this validation, after the step, has the highest `trainer.best_ckpt_metric` so far.
+        """Whether this validation, after the step, has the best `trainer.best_ckpt_metric` so far.
 
-        The step's checkpoint is then kept until another one is better. Raises UnknownMetric as the first validation.
+        The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the first
+        validation does not report it.
         """
         value = self._value_of(metrics)
         if not value > self.best.get("value", -math.inf):
@@ -129,17 +130,18 @@ class RunRecorder:
         return True
 
     def _value_of(self, metrics: dict[str, float]) -> float:
-        """`trainer.best_ckpt_metric` of a validation, -inf where it is not asked for, or not in this one."""
+        """`trainer.best_ckpt_metric` of a validation, of a loss its negative; NaN where there is none."""
         name = self.config.trainer.best_ckpt_metric
         if name is None:
-            return -math.inf
+            return math.nan
         if name not in metrics and not self.has_best_metric:
             raise UnknownMetric(
                 f"trainer.best_ckpt_metric={name} is not what the validation reports; name one of these: "
                 f"{', '.join(sorted(metrics))}."
             )
         self.has_best_metric = True
-        return metrics.get(name, -math.inf)
+        value = metrics.get(name, math.nan)
+        return -value if name.endswith("loss") else value
 
     def show_generations(
         self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
@@ -197,7 +199,7 @@ class RunRecorder:
         files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
         files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
         if self.best:
-            files[f"global_step_{self.best['step']}"] = f"highest {self.best['metric']}: {self.best['value']:.3f}"
+            files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
         for model in sorted(self.run_dir.glob("global_step_*/*/huggingface")):
             files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
         self.console.say(f"  in {self.run_dir}:")
