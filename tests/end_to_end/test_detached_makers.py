@@ -11,6 +11,7 @@ import torch
 from runs import AHEAD, APART, GRPO, metrics_of, run_apart, tiny_run_settings
 from transformers import LlamaForCausalLM
 
+from verl_like.export import export
 from verl_like.protocol import DataProto
 from verl_like.trainer import ppo_trainer
 from verl_like.workers.rollout import Completion, GenerationRequest, Sampling
@@ -100,9 +101,10 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
     assert len(made) == 20 * 2  # all of it was trained
     rows = [row for row, spans in enumerate(made.non_tensor_batch["policy_version"]) if len(spans) > 1]
     assert rows
-    folders = {v: tmp_path / f"runs/latest/global_step_{v}/actor/huggingface" for v in range(1, 6)}
     models = {0: model[1]}
-    models |= {v: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) for v, folder in folders.items()}
+    for version in range(1, 6):
+        export(tmp_path / f"runs/latest/global_step_{version}/actor", tmp_path / f"version_{version}")
+        models[version] = LlamaForCausalLM.from_pretrained(tmp_path / f"version_{version}", dtype=torch.float32)
     sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=length, stop_token_ids=())
     for row in rows[:4]:
         columns = {name: tensor[row] for name, tensor in made.batch.items()}

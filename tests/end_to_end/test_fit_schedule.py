@@ -2,12 +2,14 @@
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import metrics_of
-from test_local_step import run_locally
+from test_local_step import local_trainer, run_locally
 
 VALIDATED = "val-core/exact_match/acc/mean@1"
 GRPO = "algorithm.adv_estimator=grpo"
@@ -27,8 +29,8 @@ def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every
     assert [row["step"] for row in rows if VALIDATED in row] == [0, 2, 4, 5]
     assert [row["step"] for row in rows if "timing_s/testing" in row] == [2, 4, 5]
     assert [row["step"] for row in rows if "timing_s/save_checkpoint" in row] == [3, 5]
-    parts = ("checkpoint", "huggingface")
-    assert saved(tmp_path) == [f"global_step_{step}/actor/{part}" for step in (3, 5) for part in parts]
+    parts = [(3, "checkpoint"), (5, "checkpoint"), (5, "huggingface")]
+    assert saved(tmp_path) == [f"global_step_{step}/actor/{part}" for step, part in parts]
     timed = {name.removeprefix("timing_s/") for name in rows[1] if name.startswith("timing_s/")}
     assert {"gen", "reward", "adv", "update_actor", "update_weights", "step"} <= timed
     # Eight prompts are two batches of four: the third step begins the second epoch.
@@ -60,4 +62,23 @@ def test_a_run_that_validates_and_saves_in_every_step_does(tmp_path: Path, tiny_
     settings = ["trainer.val_before_train=false", "trainer.test_freq=1", "trainer.save_freq=1"]
     run_locally(tmp_path, tiny_llama, GRPO, *settings, steps=2)
     assert [row["step"] for row in metrics_of(tmp_path) if VALIDATED in row] == [1, 2]
-    assert len(saved(tmp_path)) == 4
+    assert len(saved(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("method", ["learn", "save"])
+def test_a_run_that_sigterm_ends_leaves_its_models_wherever_in_the_step_it_comes(
+    tmp_path: Path, tiny_llama: Callable, method: str
+):
+    save_freq = {"learn": -1, "save": 2}[method]
+    with local_trainer(tmp_path, tiny_llama, GRPO, f"trainer.save_freq={save_freq}", steps=4) as trainer:
+        call = getattr(trainer.learner, method)
+
+        def call_and_terminate(argument: Any) -> Any:
+            if trainer.global_step == 2:
+                trainer.recorder.terminate(signal.SIGTERM, None)
+            return call(argument)
+
+        setattr(trainer.learner, method, call_and_terminate)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    assert saved(tmp_path) == ["global_step_2/actor/checkpoint", "global_step_2/actor/huggingface"]

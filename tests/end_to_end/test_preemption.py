@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from verl_like.trainer.supervised.trainer import SupervisedTrainer
 
 class PPOWithoutModels(RayPPOTrainer):
     """The loop of the trainer around steps that compute nothing."""
+
+    learner = SimpleNamespace(save_models=lambda folder: None)
 
     def next_prompts(self) -> DataProto:
         return DataProto(meta_info={"epoch": 0})
@@ -67,7 +70,9 @@ def trainer_with(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cal
         if request.param == "sft":
             config = load_config(SFTConfig, broken_sft_rules, [*settings, "model.path=m"])
             recorder = RunRecorder(config, run_sft.DISPLAY)
-            trainer = SFTWithoutModel(config, Rows(range(64)), None, None, recorder)
+            trainer = SFTWithoutModel(
+                config, Rows(range(64)), None, SimpleNamespace(save_hf=lambda folder: None), recorder
+            )
         else:
             settings = *settings, "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"
             recorder = RunRecorder(load_ppo_config(settings), PPO_DISPLAY)

@@ -36,7 +36,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    "method", ["generate_sequences", "update_actor", "update_critic", "load_weights", "save_checkpoint", "save_hf"]
+    "method", ["generate_sequences", "update_actor", "update_critic", "load_weights", "save_checkpoint"]
 )
 def test_a_run_that_is_killed_is_continued_bit_for_bit(method: str, whole: tuple[list[str], Path], tmp_path: Path):
     settings, folder = whole

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_like.protocol import DataProto
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
-from verl_like.trainer import worker_template
+from verl_like.trainer import checkpoint, worker_template
 from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.main_sft import WORKERS
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
@@ -96,6 +97,22 @@ def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
         for name in ("whole", "parts")
     ]
     assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+
+def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path: Path, model_path: str):
+    settings = ["trainer.best_ckpt_metric=val-core/loss", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=1"]
+    # Steps this large make the loss of a later step higher again.
+    run_here(config_in(tmp_path, model_path, *settings, "trainer.save_freq=-1", "training.optim.lr=0.3"))
+    losses = {row["step"]: row["val-core/loss"] for row in metrics_of(tmp_path) if row["step"]}
+    best = min(losses, key=losses.get)
+    assert best < 6 and losses[best] < max(losses.values())
+    run = tmp_path / "runs/latest"
+    assert checkpoint.steps(run) == [best, 6]
+    assert [str(path.relative_to(run)) for path in run.glob("*/model/huggingface")] == [
+        "global_step_6/model/huggingface"
+    ]
+    with pytest.raises(ConfigError, match=r"best_ckpt_metric=val-core/loss is .*; set data\.val_files"):
+        config_in(tmp_path, model_path, *settings, "data.val_files=[]")
 
 
 @pytest.mark.ray

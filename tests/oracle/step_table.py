@@ -332,7 +332,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         for name in (
             *("project_name", "experiment_name", "logger", "val_before_train", "test_freq", "save_freq"),
             *("log_val_generations", "default_local_dir"),
-            *("resume_mode", "resume_from_path", "damaged_ckpt", "max_ckpt_to_keep"),
+            *("resume_mode", "resume_from_path", "damaged_ckpt", "max_ckpt_to_keep", "best_ckpt_metric"),
         )
     ],
 }

@@ -392,6 +392,12 @@ def test_critic_warm_up_needs_a_critic_and_ends_before_the_run():
     assert "never be updated" in refusal("trainer.critic_warmup=2", "trainer.total_training_steps=2")
 
 
+def test_a_best_checkpoint_needs_validations_after_steps():
+    metric = "trainer.best_ckpt_metric=val-core/openai/gsm8k/acc/mean@1"
+    assert "with trainer.test_freq=-1 no step is followed by one" in refusal(metric, "trainer.test_freq=-1")
+    assert small(metric, "trainer.test_freq=7").trainer.best_ckpt_metric == "val-core/openai/gsm8k/acc/mean@1"
+
+
 def test_several_greedy_validation_responses_are_refused():
     values = "actor_rollout_ref.rollout.val_kwargs"
     assert "all the same" in refusal(f"{values}.n=4")

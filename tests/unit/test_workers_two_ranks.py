@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tiny_worker_models import (
     write_model,
 )
 
+from verl_like.export import export
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
@@ -108,8 +110,8 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
         values = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
         (out / f"{layout}_metrics_{rank}.json").write_text(json.dumps(values))
         (out / f"{layout}_exported_{rank}.json").write_text(json.dumps([n for b in export.buckets for n in b.names]))
-        worker.save_checkpoint(str(out / f"{layout}_checkpoint"))
-        worker.save_hf(str(out / f"{layout}_huggingface"))
+        worker.save_checkpoint(str(out / f"{layout}/checkpoint"))
+        worker.save_hf(str(out / f"{layout}/huggingface"))
     ordered = make_batch(rows=8).select_idxs(rank_order(8, num_mini_batch_rows=4, world_size=2))
     worker = ActorWorker(policy_config(model, prompts=4, micro=1, **SMALL_STEPS))
     worker.init_model()
@@ -191,7 +193,7 @@ def test_both_ranks_hold_the_same_weights_after_the_update(two_ranks, layout):
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, layout):
     config = policy_config(str(two_ranks / "model"), **OBJECTIVE)
     group = local_group(ActorWorker, config)
-    group.load_checkpoint(str(two_ranks / f"{layout}_checkpoint"))
+    group.load_checkpoint(str(two_ranks / f"{layout}/checkpoint"))
     saved = load_file(two_ranks / f"{layout}_state_0")
     loaded = parameters_of(group.workers[0])
     assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
@@ -204,10 +206,28 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_write_one_complete_model_folder(two_ranks, layout):
-    exported = load_file(two_ranks / f"{layout}_huggingface" / "model.safetensors")
+    exported = load_file(two_ranks / f"{layout}/huggingface/model.safetensors")
     saved = load_file(two_ranks / f"{layout}_state_0")
     assert all(torch.equal(exported[name], saved[name]) for name in exported)
     assert set(exported) == set(saved) - {"log_probs"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_two_ranks_is_exported_as_the_model_folder_that_they_write(two_ranks, layout, tmp_path):
+    export(two_ranks / layout, tmp_path / "model")
+    written = two_ranks / layout / "huggingface"
+    assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == {
+        f.name: f.read_bytes() for f in written.iterdir()
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_lacks_the_file_of_a_rank_is_not_exported(two_ranks, rank, tmp_path):
+    shutil.copytree(two_ranks / "sharded/checkpoint", tmp_path / "actor/checkpoint")
+    next((tmp_path / "actor/checkpoint").glob(f"shard-0000{rank + 1}-*")).unlink()
+    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight or a part of it"):
+        export(tmp_path / "actor", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -219,7 +239,7 @@ def test_the_ranks_exports_together_hold_every_parameter_once(two_ranks, one_ran
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_0_gathers_whole_parameters_for_nccl_while_the_other_rank_sends(two_ranks, layout):
     gathered = load_file(two_ranks / f"{layout}_gathered")
-    saved = load_file(two_ranks / f"{layout}_huggingface" / "model.safetensors")
+    saved = load_file(two_ranks / f"{layout}/huggingface/model.safetensors")
     assert gathered.keys() == saved.keys()
     assert all(torch.equal(gathered[name], saved[name].bfloat16()) for name in saved)
 

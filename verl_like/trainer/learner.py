@@ -94,10 +94,14 @@ class Learner:
         return Weights(self.actor.export_weights.remote(version=self.version), self.version)
 
     def save(self, folder: Path) -> None:
-        """Writes the models in Hugging Face format and what their training needs to continue."""
+        """Writes what the training of the models needs to continue; every rank writes its shard."""
+        for role, group in self.trained.items():
+            group.save_checkpoint(str(folder / role / "checkpoint"))
+
+    def save_models(self, folder: Path) -> None:
+        """Writes the models in Hugging Face format, for which rank 0 gathers them."""
         for role, group in self.trained.items():
             group.save_hf(str(folder / role / "huggingface"))
-            group.save_checkpoint(str(folder / role / "checkpoint"))
 
     def restore(self, folder: Path, version: int) -> None:
         """Reads what `save` wrote, on any number of ranks; the weights are then those of the version."""

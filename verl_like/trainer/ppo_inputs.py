@@ -73,7 +73,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
     if config.trainer.pipeline_depth:  # a checkpoint then holds rows, with every field that they have
         with tempfile.TemporaryDirectory() as folder:
-            train_dataset.collate([train_dataset[0]]).save_to_disk(f"{folder}/row")
+            train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
     render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
     first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
     pretrained.check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)

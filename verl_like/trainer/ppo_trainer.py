@@ -131,14 +131,18 @@ class RayPPOTrainer:
                 self.upcoming_batch = self.num_prompt_batches
                 upcoming = self.next_prompts() if trainer.pipeline_depth and not is_last else None
                 log(self.step(prompts, upcoming))
+                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
                 if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                     with self.recorder.validation():
-                        log(self.validate())
-                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
-                saves = saves or self.recorder.is_ending
+                        metrics = self.validate()
+                    log(metrics)
+                    saves |= self.recorder.is_best(self.global_step, metrics)
+                saves |= self.recorder.is_ending
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
+                        if is_last or self.recorder.is_ending:
+                            self.learner.save_models(partial)
             if self.recorder.is_ending and not saves:  # SIGTERM came after the step's end
                 saves, partial = True, self.save()
             if saves:
@@ -209,7 +213,7 @@ class RayPPOTrainer:
         return validation_metrics(batch, scores_B) | counts
 
     def save(self) -> Path:
-        """Writes the training state, and the models in Hugging Face format; returns the folder of a checkpoint."""
+        """Writes the training state; returns the folder of a checkpoint."""
         folder = begin(self.recorder.run_dir, self.global_step)
         self.learner.save(folder)
         if self.generated:

@@ -25,7 +25,7 @@ _FREE_KEYS = """
 trainer.project_name trainer.experiment_name trainer.logger trainer.default_local_dir trainer.call_timeout_s
 trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps
 trainer.val_before_train trainer.test_freq trainer.save_freq trainer.log_val_generations
-trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep
+trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep trainer.best_ckpt_metric
 resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout_s data.*_files *.path *_path
 *.fsdp_size *.reshard_after_forward *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
 *micro_batch_size_per_gpu *max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size

@@ -17,7 +17,7 @@ from verl_like.single_controller.ray.start import cluster_address, require_clust
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
 from verl_like.trainer.resume import find_run
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_recorder import RunRecorder, UnknownMetric
 from verl_like.trainer.tracking import require_trackers
 from verl_like.trainer.worker_template import WorkerTemplate
 
@@ -83,7 +83,7 @@ def train(
     except KeyboardInterrupt:
         outcome = "Interrupted; what was written so far is valid."
         return 130
-    except (WorkerError, CallTimeout, RewardError, PlacementError) as error:
+    except (WorkerError, CallTimeout, RewardError, PlacementError, UnknownMetric) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         return say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
     except OSError as error:  # a full disk, above all

@@ -1,6 +1,7 @@
 """Keeps the record of a run: its folder, metrics, timeline, console output and the report at the end."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ from verl_like.trainer.report import write_report
 from verl_like.trainer.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import Tracking
+
+
+class UnknownMetric(ValueError):
+    """`trainer.best_ckpt_metric` is none of the validation's metrics, which the message names."""
 
 
 class RunRecorder:
@@ -52,6 +57,11 @@ class RunRecorder:
         shown: dict[str, Any] = resumed.checkpoint.state["shown"] if resumed else {}
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
         self.num_validations: int = shown.get("num_validations", 0)
+        best: dict[str, Any] = resumed.checkpoint.state.get("best", {}) if resumed else {}
+        self.best = best if best.get("metric") == trainer.best_ckpt_metric else {}
+        """The step with the best validation so far, its metric, and the value it was compared by; or empty."""
+        self.has_best_metric = False
+        """Whether a validation reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
         self.seconds: dict[str, float] = {}
         self.saves_when_ended = False
@@ -105,9 +115,36 @@ class RunRecorder:
             self.console.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
-        """A validation by itself, such as that before the first step."""
+        """A validation by itself, such as that before the first step, of which there is no checkpoint."""
+        self._value_of(metrics)
         self.tracking.log(metrics, step)
         self.console.show_validation(step, metrics)
+
+    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether this validation, after the step, has the best `trainer.best_ckpt_metric` so far.
+
+        The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the first
+        validation does not report it.
+        """
+        value = self._value_of(metrics)
+        if not value > self.best.get("value", -math.inf):
+            return False
+        self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
+        return True
+
+    def _value_of(self, metrics: dict[str, float]) -> float:
+        """`trainer.best_ckpt_metric` of a validation, of a loss its negative; NaN where there is none."""
+        name = self.config.trainer.best_ckpt_metric
+        if name is None:
+            return math.nan
+        if name not in metrics and not self.has_best_metric:
+            raise UnknownMetric(
+                f"trainer.best_ckpt_metric={name} is not what the validation reports; name one of these: "
+                f"{', '.join(sorted(metrics))}."
+            )
+        self.has_best_metric = True
+        value = metrics.get(name, math.nan)
+        return -value if name.endswith("loss") else value
 
     def show_generations(
         self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
@@ -129,14 +166,17 @@ class RunRecorder:
         self.is_ending = True  # no more: a handler must not print while the console does
 
     def commit_checkpoint(self, partial: Path, step: int, state: dict[str, Any]) -> None:
-        """Makes the folder the checkpoint of a step whose metrics are logged; removes the oldest that are too many."""
+        """Makes the folder the checkpoint of a step whose metrics are logged; removes the oldest that are too many.
+
+        The best one stays.
+        """
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file):
             os.fsync(file.fileno())
             files[Path(file.name).name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
-        commit(partial, step, state | {"files": files, "shown": shown})
-        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep)
+        commit(partial, step, state | {"files": files, "shown": shown, "best": self.best})
+        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep, [self.best["step"]] if self.best else [])
 
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
@@ -163,6 +203,8 @@ class RunRecorder:
                 self.console.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
         files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
         files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
+        if self.best:
+            files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
         for model in sorted(self.run_dir.glob("global_step_*/*/huggingface")):
             files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
         self.console.say(f"  in {self.run_dir}:")

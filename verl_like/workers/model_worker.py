@@ -135,7 +135,8 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see."""
+        """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see, and the model's
+        configuration and tokenizer."""
         self.engine.save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -147,7 +148,7 @@ class TrainedWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
-        self.engine.save_hf(path, self.model_config)
+        self.engine.save_hf(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def export_weights(self, version: int) -> WeightExport:

@@ -317,6 +317,15 @@ def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]
         )
 
 
+def the_best_checkpoint_has_validations(config: PPOConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.best_ckpt_metric is not None and trainer.test_freq == -1:
+        yield (
+            f"trainer.best_ckpt_metric={trainer.best_ckpt_metric} is a metric of the validation, and with "
+            "trainer.test_freq=-1 no step is followed by one; set test_freq to 1 or more, or best_ckpt_metric=null"
+        )
+
+
 def reward_settings_have_a_model_or_a_function(config: PPOConfig) -> Iterator[str]:
     model, function = config.reward_model, config.custom_reward_function
     if model.enable and model.model.path is None:
@@ -346,6 +355,7 @@ OTHER_RULES = (
     a_quantised_engine_is_corrected,
     nccl_joins_gpus_of_two_pools_and_ipc_processes_of_one,
     critic_warmup_leaves_steps_for_the_actor,
+    the_best_checkpoint_has_validations,
     reward_settings_have_a_model_or_a_function,
     loggers_are_named_once,
 )

@@ -37,6 +37,10 @@ class RecordConfig(ConfigModel):
     """What a checkpoint does that is not as it was written: the one before it is taken, or the run does not start."""
     max_ckpt_to_keep: PositiveInt = 3
     """Newest checkpoints that are kept; older ones are removed after a newer one is complete."""
+    best_ckpt_metric: str | None = None
+    """Metric of the validation, e.g. val-core/openai/gsm8k/acc/mean@1: a step after which it is higher than ever before
+    (lower, where its name ends in loss) has a checkpoint, and the last such one is kept besides. null means that
+    validation makes no checkpoint."""
 
     @model_validator(mode="after")
     def a_run_to_resume_is_named(self) -> "RecordConfig":

@@ -159,7 +159,8 @@ class TrainerConfig(RecordConfig):
     test_freq: MinusOneOrPositive = -1
     """Training steps between validations, the last of which follows the last step; -1 means none."""
     save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run."""
+    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run. Only then
+    the models are written in Hugging Face format, too."""
     balance_batch: bool = True
     """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay the same."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0

@@ -106,6 +106,8 @@ class DetachedPPOTrainer(Side):
                 folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
                 with self.recorder.timer("save_checkpoint"):
                     self.learner.save(folder)
+                    if step == total_steps:
+                        self.learner.save_models(folder)
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]

@@ -58,7 +58,8 @@ class SupervisedTrainerConfig(RecordConfig):
     test_freq: MinusOneOrPositive = -1
     """Training steps between validations, the last of which follows the last step; -1 means only that one."""
     save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run."""
+    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run. Only then
+    the model is written in Hugging Face format, too."""
     balance_batch: bool = True
     """Give the ranks rows of about equal work."""
     call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -86,6 +87,9 @@ class SFTConfig(RunConfig):
 
 def broken_sft_rules(config: SFTConfig) -> Iterator[str]:
     """A sentence for each rule that the configuration breaks."""
+    metric = config.trainer.best_ckpt_metric
+    if metric is not None and not config.data.val_files:
+        yield f"trainer.best_ckpt_metric={metric} is a metric of the validation; set data.val_files"
     ranks, shared = config.num_processes_of_run, config.training.ulysses_sequence_parallel_size
     if ranks % shared:
         yield (

@@ -67,14 +67,18 @@ class SupervisedTrainer:
                 is_last = self.global_step == total_steps
                 log(self.step(self.train_dataset.collate(rows)))
                 is_due = is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0)
+                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
                 if self.val_dataset and is_due:
                     with self.recorder.validation():
-                        log(self.validate())
-                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
-                saves = saves or self.recorder.is_ending
+                        metrics = self.validate()
+                    log(metrics)
+                    saves |= self.recorder.is_best(self.global_step, metrics)
+                saves |= self.recorder.is_ending
                 if saves:
                     with self.recorder.timer("save_checkpoint"):
                         partial = self.save()
+                        if is_last or self.recorder.is_ending:
+                            self.group.save_hf(str(partial / "model" / "huggingface"))
             if self.recorder.is_ending and not saves:  # SIGTERM came after the step's end
                 saves, partial = True, self.save()
             if saves:
@@ -102,8 +106,7 @@ class SupervisedTrainer:
         return {"val-core/loss": total / num_tokens}
 
     def save(self) -> Path:
-        """Writes the training state, and the model in Hugging Face format; returns the folder of a checkpoint."""
+        """Writes the training state; returns the folder of a checkpoint."""
         folder = begin(self.recorder.run_dir, self.global_step)
-        self.group.save_hf(str(folder / "model" / "huggingface"))
         self.group.save_checkpoint(str(folder / "model" / "checkpoint"))
         return folder

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PretrainedConfig
 
-from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.planning.flops import ModelCost
 
@@ -59,10 +58,10 @@ class TrainingEngine(Protocol):
         """(name in the Hugging Face model, full tensor or DTensor); tied parameters once."""
 
     def save(self, path: str) -> None:
-        """Writes parameters, optimizer and step count; the folder appears at `path` complete or not at all."""
+        """Writes parameters, optimizer and step count to `path`, and what makes a Hugging Face folder of them."""
 
     def load(self, path: str) -> None:
         """Reads what `save` wrote, on any number of ranks; raises ValueError if there is nothing at `path`."""
 
-    def save_hf(self, path: str, config: TrainedModelConfig) -> None:
+    def save_hf(self, path: str) -> None:
         """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
@@ -24,7 +26,13 @@ from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
-from verl_like.workers.models.pretrained import compile_layers, decoder_layers, save_pretrained
+from verl_like.workers.models.pretrained import (
+    compile_layers,
+    decoder_layers,
+    load_tokenizer,
+    save_pretrained,
+    save_settings,
+)
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
@@ -64,6 +72,7 @@ class FsdpEngine(TrainingEngine):
     ) -> None:
         self.device = device
         self.shares_device = shares_device
+        self.config = config
         self.fsdp = fsdp
         self.training = training
         self.total_training_steps = total_training_steps
@@ -205,7 +214,14 @@ class FsdpEngine(TrainingEngine):
         for name, parameter in self.model.named_parameters():
             yield name.removeprefix("hf."), parameter
 
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that is saved with the model; a large one takes a second to load."""
+        return load_tokenizer(cast(TrainedModelConfig, self.config))
+
     def save(self, path: str) -> None:
+        if dist.get_rank() == 0:
+            save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), path)
         # What is offloaded is written from where it is, so that a rollout engine keeps its share of the device.
         dcp.save(self._state(), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
 
@@ -231,7 +247,7 @@ class FsdpEngine(TrainingEngine):
         dcp.load(state, storage_reader=reader)  # into the tensors that there are
         self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
 
-    def save_hf(self, path: str, config: TrainedModelConfig) -> None:
+    def save_hf(self, path: str) -> None:
         dtype = getattr(torch, self.dtype)
         kept = {}
         # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
@@ -241,7 +257,7 @@ class FsdpEngine(TrainingEngine):
             if dist.get_rank() == 0:
                 kept[name] = gathered
         if dist.get_rank() == 0:
-            save_pretrained(self.model.hf, kept, config, dtype, path)
+            save_pretrained(self.model.hf, kept, self.tokenizer, dtype, path)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The training state: tensors that `load` writes into, and two counts."""

@@ -234,7 +234,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
 
 
 def save_pretrained(
-    hf: PreTrainedModel, parameters: dict[str, torch.Tensor], config: TrainedModelConfig, dtype: torch.dtype, path: str
+    hf: PreTrainedModel,
+    parameters: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    path: str,
 ) -> None:
     """Writes a folder that transformers and vLLM load: safetensors in `dtype`, configuration and tokenizer.
 
@@ -243,10 +247,18 @@ def save_pretrained(
     partial = Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    hf.config.dtype = dtype
     hf.save_pretrained(partial, state_dict=parameters)
-    load_tokenizer(config).save_pretrained(partial)
+    save_settings(hf, tokenizer, dtype, str(partial))  # last: transformers writes the dtype of `hf`
     replace_folder(partial, Path(path))
+
+
+def save_settings(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str) -> None:
+    """Writes all of a model's folder but the weights: its configuration, with class and `dtype`, and tokenizer."""
+    hf.config.dtype, hf.config.architectures = dtype, [type(hf).__name__]
+    hf.config.save_pretrained(path)
+    if hf.can_generate():
+        hf.generation_config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def replace_folder(complete: Path, target: Path) -> None:

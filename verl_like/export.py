@@ -1,0 +1,111 @@
+"""Makes a Hugging Face folder of a model in a checkpoint: `python -m verl_like.export CHECKPOINT_ROLE_FOLDER OUT`.
+
+One process does it, without Ray, whatever the number of ranks that wrote the checkpoint. It reads the weights and no
+state of the optimizer, and holds the model once.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from transformers import PreTrainedModel
+
+
+def export(role_folder: Path, out: Path, dtype: str | None = None) -> None:
+    """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete or not at all.
+
+    Args:
+        role_folder: `global_step_N/<role>` of a run.
+        out: the new folder.
+        dtype: name of the torch dtype of the weights; None means the one in which the layers computed.
+
+    Raises:
+        ValueError: `role_folder` has no complete checkpoint, or `out` exists or cannot be written.
+    """
+    checkpoint = role_folder / "checkpoint"
+    if not (any(checkpoint.glob("*.safetensors")) and (checkpoint / "config.json").is_file()):
+        raise ValueError(
+            f"{role_folder} has no checkpoint (checkpoint/*.safetensors and checkpoint/config.json): give the folder "
+            "of a role, such as outputs/verl_like/ppo/latest/global_step_120/actor."
+        )
+    if out.exists():
+        raise ValueError(f"{out} exists: remove it, or give a folder that does not.")
+    hf = empty_model(checkpoint, dtype)
+    weights = read_weights(checkpoint, hf)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
+            partial = Path(folder, out.name)
+            hf.save_pretrained(partial, state_dict=weights)
+            settings = shutil.ignore_patterns("*.safetensors", "config.json")  # which has its dtype from `hf`
+            shutil.copytree(checkpoint, partial, ignore=settings, dirs_exist_ok=True)
+            partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{out} cannot be written ({error}): make room, or give another folder.") from error
+
+
+def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
+    """The checkpoint's model on the meta device. Raises ValueError for a class that is not in transformers."""
+    (name,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
+    model_class: Any = getattr(transformers, name, None)
+    if model_class is None:
+        raise ValueError(
+            f"{checkpoint} is of a {name}, which transformers {transformers.__version__} does not have. A model with "
+            "code of its own is written at the end of a run alone, as huggingface/."
+        )
+    config = model_class.config_class.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
+
+
+def read_weights(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters by their names in `hf`, whole and in its dtype. Raises ValueError for what is not there."""
+    for file in checkpoint.glob("*.safetensors"):
+        try:
+            safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} is damaged ({error}): export another checkpoint.") from error
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    for name, parameter in hf.named_parameters():
+        there: Any = saved.get(f"model.{name}")
+        num_values = sum(math.prod(part.sizes) for part in there.chunks) if there else 0
+        if num_values != parameter.numel() or there.size != parameter.size():
+            raise ValueError(
+                f"{checkpoint} lacks {name} or a part of it: a file is missing; export another checkpoint."
+            )
+    names = [name for name in saved if name.startswith("model.")]
+    weights = {name: torch.empty(saved[name].size, dtype=hf.dtype) for name in names}
+    dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
+    return {name.removeprefix("model."): weight for name, weight in weights.items()}
+
+
+def main() -> int:
+    """Returns the exit code: 0 done, 2 input refused."""
+    parser = argparse.ArgumentParser(prog="python -m verl_like.export", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("role_folder", type=Path, metavar="CHECKPOINT_ROLE_FOLDER", help="global_step_N/<role>")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: in which the layers computed")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    try:
+        export(given.role_folder, given.out, given.dtype)
+    except ValueError as error:
+        sys.stderr.write(f"verl_like: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
