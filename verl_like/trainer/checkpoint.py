@@ -59,9 +59,8 @@ def commit(partial: Path, step: int, state: dict[str, Any]) -> Checkpoint:
     files = {str(path.relative_to(partial)): _digest(path, sync=True) for path in _files(partial)}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
-    for path in partial.rglob("*"):
-        if path.is_dir():
-            _sync_folder(path)
+    for path in filter(Path.is_dir, partial.rglob("*")):
+        _sync_folder(path)
     write(partial / MANIFEST, json.dumps(manifest, indent=1))
     folder = folder_of_step(partial.parent, step)
     if folder.exists():

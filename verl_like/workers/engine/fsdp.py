@@ -240,10 +240,7 @@ class FsdpEngine(TrainingEngine):
                 )
             chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
             if sum(sizes.numel() for _, sizes in chunks) < math.prod(here[name]):
-                raise ValueError(
-                    f"{path} has only a part of {name}, as if ranks wrote it into folders of their own nodes: take a "
-                    "folder that all nodes see."
-                )
+                raise ValueError(f"{path} has only a part of {name}: give a default_local_dir that all nodes see.")
         dcp.load(state, storage_reader=reader)  # into the tensors that there are
         self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
 
