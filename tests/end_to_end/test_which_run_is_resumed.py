@@ -1,6 +1,7 @@
 """Which run is continued, and what is refused."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,6 +153,16 @@ def test_a_record_that_is_shorter_than_it_was_is_not_filled_up(config_with: Call
     (folder / "metrics.jsonl").write_text(first)
     run_until(3, config_with())
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 3, 4]
+
+
+def test_the_record_is_on_the_disk_before_the_checkpoint_that_counts_on_it(
+    config_with: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink().name), fsync(fd)))
+    run_until(1, config_with())
+    before = synced[: synced.index("manifest.json.partial")]
+    assert {"metrics.jsonl", "timeline.jsonl", "config.yaml.partial", "inputs.json.partial"} <= {*before}
 
 
 def test_latest_is_the_run_that_is_continued(config_with: Callable):
