@@ -102,7 +102,8 @@ def go_on(config: RunConfig, run_dir: Path, notes: list[str]) -> ResumedRun | No
         )
     lock = lock_run(run_dir)
     newest, damages = checkpoint.newest(run_dir)
-    is_refused = damages and config.trainer.damaged_ckpt == "refuse"
+    is_named = config.trainer.resume_mode == "resume_path"
+    is_refused = damages and (config.trainer.damaged_ckpt == "refuse" or (is_named and newest is None))
     if is_refused or newest is None:
         lock.close()
     if is_refused:
