@@ -52,10 +52,12 @@ def local_trainer(
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
     )  # fmt: skip
     trainer.init_workers()
-    yield trainer
-    if rewards:
-        rewards.close()
-    recorder.close("Done.")
+    try:
+        yield trainer
+    finally:  # a run that goes on in the same folder needs its lock
+        if rewards:
+            rewards.close()
+        recorder.close("Done.")
 
 
 def run_locally(folder: Path, tiny_llama: Callable, *settings: str, **options: Any) -> RunRecorder:
