@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from benchmarks.sides.gpu_kernels import report_peak, start_peak
 from benchmarks.sides.gpu_process import seconds_of
@@ -199,6 +201,8 @@ def checkpoint(report: Any, device: str) -> None:
     """A checkpoint brings weights and optimizer back: the step after it is the step that was made before."""
     tokens = 4096 if device == "cuda" else 32
     worker = policy("0.5B", device, tokens)
+    vocabulary = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    worker.engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary)  # its random weights have none
     batch = rows(worker, [tokens])
     update(worker, batch)
     saved = log_probs(worker, batch)
