@@ -26,9 +26,9 @@ def start(folder: Path, settings: list[str]) -> subprocess.Popen:
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) -> Iterator:
-    """The settings of a run of five steps, and the folder of one that was not killed."""
+    """The settings of a run of twelve steps, and the folder of one that was not killed."""
     folder = tmp_path_factory.mktemp(request.param)
-    settings = [*tiny_run_settings(folder, tiny_llama), *PLACEMENTS[request.param], "trainer.total_training_steps=5"]
+    settings = [*tiny_run_settings(folder, tiny_llama), *PLACEMENTS[request.param], "trainer.total_training_steps=12"]
     settings += ["trainer.save_freq=1", "trainer.test_freq=2", "algorithm.kl_ctrl.type=adaptive"]
     settings += ["algorithm.use_kl_in_reward=true"]
     assert start(folder, settings).wait(timeout=300) == 0, (folder / "err").read_text()
@@ -53,6 +53,6 @@ def test_a_run_that_is_killed_is_continued_bit_for_bit(method: str, whole: tuple
     assert start(tmp_path, settings).wait(timeout=300) == 0, (tmp_path / "err").read_text()
     assert f"Continuing {run_dir} after step {newest.step}." in (tmp_path / "out").read_text()
     assert numbers_of(tmp_path) == numbers_of(folder)
-    assert len(metrics_of(tmp_path)) == 6
-    expected = tensors_of(folder, 5)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_of(tmp_path, 5).items())
+    assert len(metrics_of(tmp_path)) == 13
+    expected = tensors_of(folder, 12)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_of(tmp_path, 12).items())
