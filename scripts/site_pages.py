@@ -18,6 +18,7 @@ OUTSIDE = {
     "examples/grpo/README.md": "examples/grpo.md",
     "examples/detached/README.md": "examples/detached.md",
     "examples/new_role/README.md": "examples/new_role.md",
+    "examples/remote_reward/README.md": "examples/remote_reward.md",
 }
 """Files of the repository and their pages in the site."""
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[\w-]+)?\)")

@@ -176,7 +176,8 @@ def test_a_reward_behind_a_url_rewards_in_training_and_in_validation(
 ):
     (tmp_path / "served.py").write_text(SERVED_REWARD)
     monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", "of-this-test")
-    command = [sys.executable, "-m", "verl_like.rewards.serve", f"{tmp_path}/served.py", "--port=0", "--num-workers=1"]
+    server_arguments = f"{tmp_path}/served.py", "--port=0", "--num-workers=1"
+    command = [sys.executable, "-m", "examples.remote_reward.serve", *server_arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]

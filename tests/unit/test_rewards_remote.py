@@ -279,7 +279,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, raw_promp
 @contextlib.contextmanager
 def served(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """The reference server, its URL and its token."""
-    with program("-m", "verl_like.rewards.serve", *arguments, "--port=0", **environment) as server:
+    with program("-m", "examples.remote_reward.serve", *arguments, "--port=0", **environment) as server:
         token = environment.get("VERL_LIKE_REWARD_TOKEN") or line_of(server).removeprefix(
             "export VERL_LIKE_REWARD_TOKEN="
         )
@@ -343,6 +343,6 @@ def test_the_server_asks_for_its_token_and_bounds_a_request(odd: str, monkeypatc
 )
 def test_what_the_server_cannot_serve_is_refused(arguments: list[str], message: str):
     env = {name: value for name, value in os.environ.items() if name != "VERL_LIKE_REWARD_TOKEN"}
-    command = [sys.executable, "-m", "verl_like.rewards.serve", "--port=0", *arguments]
+    command = [sys.executable, "-m", "examples.remote_reward.serve", "--port=0", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert result.returncode == 2 and message in result.stderr and not result.stdout

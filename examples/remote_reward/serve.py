@@ -1,6 +1,6 @@
-"""Serves a reward function over HTTP: `python -m verl_like.rewards.serve my_reward.py`.
+"""Serves a reward function over HTTP: `python -m examples.remote_reward.serve my_reward.py`.
 
-A POST to /score with a sample as JSON is scored in reward processes and answered with the score; see docs/rewards.md.
+A POST to /score with a sample as JSON is scored in reward processes and answered with the score.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl_like.rewards.serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.remote_reward.serve", description=__doc__)
     parser.add_argument("path", nargs="?", help="a Python file or pkg://module; default: rewards by data source")
     parser.add_argument("--name", default="compute_score", help="the function in it (default: compute_score)")
     parser.add_argument("--num-workers", type=int, default=2, help="processes that score (default: 2)")
