@@ -212,11 +212,10 @@ def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
 
 def test_weights_arrive_before_and_after_an_update(process: Any, tied_model: ModelAndFolder) -> None:
     _, model = tied_model
-    report = call(process, "load_weights", export(model, 1), 1)
+    call(process, "load_weights", export(model, 1), 1)
     before = call(process, "generate_sequences", prompt_batch())
     assert_generated_by(model, before)
     assert [spans[0][0] for spans in before.non_tensor_batch["policy_version"]] == [1] * 12
-    assert report["num_bytes"] == 4 * sum(parameter.numel() for parameter in model.parameters())
 
     other = scaled(model, 0.8)
     call(process, "load_weights", export(other, 2), 2)

@@ -116,7 +116,7 @@ def test_a_copy_takes_weights_by_every_transport(role, model_path, transport):
 def test_a_copy_computes_bit_for_bit_what_the_trained_model_computes(role, copy, trained):
     _, expected, exports = trained[role]
     before = compute(copy, role)
-    (report,) = copy.load_weights(exports, version=4)
+    copy.load_weights(exports, version=4)
     got = compute(copy, role)
     assert all(changed(before, got, role)) and not any(changed(expected, got, role))
     assert set(got.batch.keys()) == set(expected.batch.keys())
@@ -124,7 +124,6 @@ def test_a_copy_computes_bit_for_bit_what_the_trained_model_computes(role, copy,
     assert got_metrics.keys() == expected_metrics.keys()
     for name in [name for name in expected_metrics if not name.startswith("perf/")]:
         assert got_metrics[name] == expected_metrics[name]
-    assert report["version"] == 4 and report["num_bytes"] == exports[0].num_bytes
 
 
 def test_the_critic_travels_in_the_dtype_of_its_layers_and_the_actor_in_the_rollouts(model_path):
@@ -259,7 +258,7 @@ def copies_on_rank(rank: int, port: int, sent: dict[str, Any]) -> dict[str, Any]
             copy.load_weights(exports, 5)
         except WeightSyncError as error:
             found[f"{role} lost"] = str(error)
-        found[f"{role} fingerprint"] = copy.load_weights(exports, 5)["fingerprint"]
+        found[f"{role} fingerprint"] = copy.load_weights(exports, 5)
         found[f"{role} trained"] = getattr(worker, COMPUTE[role])(half(rank))
         found[f"{role} copy"] = getattr(copy, COMPUTE[role])(half(rank))
         found[f"{role} exports"] = exports

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
@@ -41,15 +40,13 @@ class CopyWorker(ModelWorker):
         return super().infer(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
+    def load_weights(self, exported: list[WeightExport], version: int) -> str:
         """Writes what all ranks of the trained model exported into this rank's shard, and proves that it arrived.
 
-        Each parameter is written where it lies, offloaded or not. Returns version, fingerprint (hexadecimal, of all
-        parameters together) and num_bytes.
-
-        Raises:
-            WeightSyncError: the exports are incomplete, corrupt or of another model, and the copy goes on with the
-                weights it has; or it ended up with other weights, and refuses to compute until a later load succeeds.
+        Each parameter is written where it lies, offloaded or not. Returns one fingerprint of all parameters together,
+        see `check_arrival`. Raises WeightSyncError if the exports are incomplete, corrupt or of another model, and goes
+        on with the weights it has; or if it ended up with other weights, and refuses to compute until a later load
+        succeeds.
         """
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
@@ -62,9 +59,8 @@ class CopyWorker(ModelWorker):
         for name, tensor in iterate_weights(received):
             parameter = parameters[name]
             assert isinstance(parameter, DTensor), "a pass that failed left whole parameters, which the next one drops"
-            mesh, local = parameter.device_mesh, parameter.to_local()
-            _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
-            local.copy_(tensor[tuple(slice(at, at + size) for at, size in zip(offsets, local.shape, strict=True))])
+            own_part = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(own_part.to_local())
         parts = [local_fingerprint(name, parameter, self.rank) for name, parameter in self.engine.named_parameters()]
         # Sums modulo 2**64: of signed numbers they have the same bits.
         sums = torch.from_numpy(np.array(parts, dtype=np.uint64).view(np.int64))
@@ -72,8 +68,7 @@ class CopyWorker(ModelWorker):
         loaded = dict(zip(parameters, sums.numpy().view(np.uint64).tolist(), strict=True))
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
         self.version = version
-        num_bytes = sum(export.num_bytes for export in received)
-        return {"version": version, "fingerprint": fingerprint, "num_bytes": num_bytes}
+        return fingerprint
 
 
 class ActorCopyWorker(ScoringWorker, CopyWorker):

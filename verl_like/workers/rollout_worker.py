@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Generator, Sequence
-from typing import Any
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -43,7 +42,7 @@ class RolloutWorker(ActorRolloutRefWorker):
         self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: list[WeightExport], version: int) -> dict[str, Any]:
+    def load_weights(self, exported: list[WeightExport], version: int) -> str:
         """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`."""
         return self.rollout.load_weights(self.weight_transport.receive(exported, self), version)
 

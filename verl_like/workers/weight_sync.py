@@ -226,20 +226,16 @@ def _pack_bucket(
 def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
     """Checks that the exports are one complete set of version `version`; returns each parameter's fingerprint by name.
 
-    Raises:
-        WeightSyncError: a rank, bucket or parameter is missing or there twice, or versions or dtypes differ.
+    Raises WeightSyncError if a rank, bucket or parameter is missing or there twice, or versions or dtypes differ.
     """
     if not exports:
         raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
     first = exports[0]
     names = [name for export in exports for bucket in export.buckets for name in bucket.names]
     shared = {name: getattr(first, name) for name in ("world_size", "dtype", "num_parameters", "num_buckets")}
+    shared["version"] = version
     checks: list[tuple[str, Any, Any]] = [
-        *(
-            (f"{name} of rank {export.rank}", getattr(export, name), value)
-            for export in exports
-            for name, value in ({"version": version} | shared).items()
-        ),
+        *((f"{name} of rank {e.rank}", getattr(e, name), value) for e in exports for name, value in shared.items()),
         ("ranks", sorted(export.rank for export in exports), list(range(first.world_size))),
         ("buckets", sorted(b.index for export in exports for b in export.buckets), list(range(first.num_buckets))),
         ("number of parameters", len(names), first.num_parameters),

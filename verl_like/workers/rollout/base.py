@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from transformers import GenerationConfig
@@ -56,10 +55,8 @@ class RolloutEngine(ABC):
     get the same calls in the same order and return the same responses; `dp_rank` numbers the replicas and `is_collect`
     marks the rank of each whose result is used.
 
-    An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has.
-
-    Raises:
-        ValueError, ModuleNotFoundError: a setting or a package does not fit or is missing; the message says what to do.
+    An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has. Raises
+    ValueError for a setting that does not fit, ModuleNotFoundError for a missing package; both say what to do.
     """
 
     def __init__(
@@ -119,10 +116,9 @@ class RolloutEngine(ABC):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Takes requests in, beside those in flight.
 
-        Raises:
-            RuntimeError: no weights were loaded.
-            ValueError: an empty or over-long prompt, tokens outside of the vocabulary, a longer response than the
-                engine has room for, or the name of a request in flight; none of the requests is taken in.
+        Raises RuntimeError if no weights were loaded; ValueError for an empty or over-long prompt, tokens outside of
+        the vocabulary, a longer response than the engine has room for, or the name of a request in flight. Then none of
+        the requests is taken in.
         """
         self._require_weights()
         names = set(self._in_flight)
@@ -159,12 +155,9 @@ class RolloutEngine(ABC):
     def step(self) -> list[tuple[str, Completion]]:
         """Computes the next token of every request that the engine has room for; returns those that ended, by name.
 
-        A paused engine and one without requests do nothing.
-
-        Raises:
-            RuntimeError: no weights, since the last ones did not arrive.
-            RolloutError: the engine lost a request, or returned something that is not 1 to R known tokens with finite
-                log-probabilities. What else ended in this step is gone too.
+        A paused engine and one without requests do nothing. Raises RuntimeError if the last weights did not arrive;
+        RolloutError if the engine lost a request, or returned something that is not 1 to R known tokens with finite
+        log-probabilities. What else ended in this step is gone then too.
         """
         if self._is_paused or not self._in_flight:
             return []
@@ -223,9 +216,9 @@ class RolloutEngine(ABC):
             top-p).
 
         Raises:
-            RuntimeError: no weights were loaded, or requests are in flight.
-            ValueError: an empty or over-long prompt, a uid that two rows have, or `global_steps` or `uid` missing.
-            RolloutError: see `step`.
+            RuntimeError: requests are in flight.
+            ValueError: a uid that two rows have, or `global_steps` or `uid` missing.
+            RuntimeError, ValueError, RolloutError: see `submit` and `step`.
         """
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; let them end before a batch, or abort.")
@@ -290,18 +283,16 @@ class RolloutEngine(ABC):
         if self.policy_version is None:
             raise RuntimeError("The rollout engine has no verified weights; call load_weights before generating.")
 
-    def load_weights(self, exports: Sequence[WeightExport], version: int) -> dict[str, Any]:
+    def load_weights(self, exports: Sequence[WeightExport], version: int) -> str:
         """Replaces the engine's weights and proves that they are the trainer's; requests in flight go on with them.
 
         `exports` are `collect_weights` of every trainer rank; `version` is not older than what the engine had before.
-        Returns version, fingerprint (hexadecimal, of all parameters together), num_bytes and seconds.
+        Returns one fingerprint of all parameters together, see `check_arrival`.
 
-        Raises:
-            WeightSyncError: the exports are stale, incomplete or changed on their way, and the engine goes on with the
-                weights it has; or it ended up with other weights, and refuses to generate until a later `load_weights`
-                succeeds. So it does after any other error in the middle of an update.
+        Raises WeightSyncError if the exports are stale, incomplete or changed on their way, and goes on with the
+        weights it has; or if it ended up with other weights, and refuses to generate until a later `load_weights`
+        succeeds. So it does after any other error in the middle of an update.
         """
-        start = time.perf_counter()
         if version < self._newest_version:
             raise WeightSyncError(
                 f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
@@ -313,12 +304,7 @@ class RolloutEngine(ABC):
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
         fingerprint = check_arrival(expected, self._fingerprints(), failure)
         self.policy_version = self._newest_version = version
-        return {
-            "version": version,
-            "fingerprint": fingerprint,
-            "num_bytes": sum(export.num_bytes for export in exports),
-            "seconds": time.perf_counter() - start,
-        }
+        return fingerprint
 
     def _sampling(self, validate: bool, greedy: bool) -> tuple[Sampling, int]:
         """How responses are drawn, and how many to a prompt."""

@@ -39,11 +39,7 @@ def is_real(prompts: DataProto) -> torch.Tensor:
 
 
 def assemble(
-    prompts: DataProto,
-    completions: Sequence[Completion],
-    *,
-    response_length: int,
-    pad_token_id: int,
+    prompts: DataProto, completions: Sequence[Completion], *, response_length: int, pad_token_id: int
 ) -> DataProto:
     """Pads N responses on the right and puts them beside their B prompts; see `RolloutEngine.stream_sequences`."""
     n = len(completions) // len(prompts)

@@ -36,10 +36,9 @@ class _Calls:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.wait(getattr(self.llm_engine, name)(*args, **kwargs), name)
 
-    def wait(self, answer: Coroutine[Any, Any, Any], what: str, *, is_response: bool = False) -> Any:
+    def wait(self, answer: Coroutine[Any, Any, Any], what: str, limit_s: float = _TIMEOUT_S) -> Any:
         """Raises TimeoutError, or vLLM's EngineDeadError."""
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        limit_s = _RESPONSE_TIMEOUT_S if is_response else _TIMEOUT_S
         deadline = time.monotonic() + limit_s
         while not future.done() and time.monotonic() < deadline:
             if self.llm_engine.errored:  # vLLM leaves calls without an answer then
@@ -79,7 +78,7 @@ class VllmAsyncEngine(VllmEngine):
             await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
             return [name for name, answer in self._answers.items() if answer.done()]
 
-        names = self.llm.wait(next_ended(), "the next response", is_response=True)
+        names = self.llm.wait(next_ended(), "the next response", _RESPONSE_TIMEOUT_S)
         return [(name, completion(self._answers.pop(name).result())) for name in names]
 
     def _has_work(self) -> bool:
@@ -102,7 +101,7 @@ class VllmAsyncEngine(VllmEngine):
         if self.policy_version is not None and not self._is_paused:
             self.llm.resume_generation()
 
-    def load_weights(self, exports: Sequence[WeightExport], version: int) -> dict[str, Any]:
+    def load_weights(self, exports: Sequence[WeightExport], version: int) -> str:
         try:
             return super().load_weights(exports, version)
         finally:

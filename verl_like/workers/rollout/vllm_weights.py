@@ -171,8 +171,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     def fingerprints(self) -> dict[str, int]:
         """Fingerprints by Hugging Face name of the weights that the replica's processes compute with together.
 
-        Raises:
-            WeightSyncError: it is not known which Hugging Face parameters a parameter is made of.
+        Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made of.
         """
         totals = {hf_name: 0 for sources in self._sources.values() for hf_name, _ in sources}
         for name, parameter in self.model.named_parameters():  # lists tied parameters once

@@ -26,7 +26,6 @@ class WeightTransport:
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
         """On all ranks of the rollout at the same time: the exports with their values in memory of this node.
 
-        Raises:
-            StaleWeightsError: the trainer does not have them any more.
+        Raises StaleWeightsError if the trainer does not have them any more.
         """
         return exports
