@@ -16,6 +16,7 @@ class PromptDataset:
 
     Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues exactly these
     tokens, and the length limit counts them. Arguments that are not listed are the keys of `data` in docs/config.md.
+    Raises ValueError, which names file, row and field, for files, rows or a tokenizer that cannot be used.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -25,9 +26,6 @@ class PromptDataset:
     Attributes:
         num_filtered: rows left out because they are too long.
         num_truncated: rows that lost tokens.
-
-    Raises:
-        ValueError: files, rows or tokenizer that cannot be used; the message names file, row and field.
     """
 
     def __init__(

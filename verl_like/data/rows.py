@@ -28,8 +28,7 @@ def read_prompt_rows(
 ) -> list[PromptRow]:
     """Reads and checks the rows of all files in order, the first `max_samples` of them if it is not negative.
 
-    Raises:
-        ValueError: a file is missing, unreadable or of another format; a row breaks the schema; there are no rows.
+    Raises ValueError if a file is missing, unreadable or of another format, a row breaks the schema, or there are none.
     """
     files = [files] if isinstance(files, str) else list(files)
     records = read_records(files, max_samples)

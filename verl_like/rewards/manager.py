@@ -124,13 +124,9 @@ class RewardManager:
     def check(self, samples: list[RewardSample]) -> dict[str, np.ndarray] | None:
         """Scores samples with an example response before training.
 
-        Returns:
-            What the function returned beside the scores, as in `RewardResult.extra`. None where it returned nothing
-            else for a sample, since it may for others.
-
-        Raises:
-            RewardError: one fails. Under on_error="skip", where the run would leave such samples out, it is a warning,
-                unless all fail.
+        Returns what the function returned beside the scores, as in `RewardResult.extra`; None where it returned nothing
+        else for a sample, since it may for others. Raises RewardError if one fails; under on_error="skip", where the
+        run would leave such samples out, only if all fail, and else warns.
         """
         answers = list(self.submit(samples).answers())
         errors = [answer.error for answer in answers if answer.error]

@@ -50,7 +50,8 @@ def register(
     """Make a worker's method callable on its group; works for `def` and `async def`.
 
     A method that yields is a stream: `future.stream()` gives the driver what the ranks yield, as it comes, and
-    `future.get()` what they return at their end.
+    `future.get()` what they return at their end. A combination that cannot work raises ValueError when the class is
+    defined.
 
     Args:
         dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn` and `collect_fn`,
@@ -59,9 +60,6 @@ def register(
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` returns a future either way.
         reads: the only columns that the batch arguments carry to the worker; checked on the driver before the call.
         writes: the columns that the returned DataProto must have.
-
-    Raises:
-        ValueError: a combination that cannot work, when the class is defined.
     """
     mode = dispatch_mode
     if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):

@@ -26,11 +26,7 @@ from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_ac
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory import require_memory
 from verl_like.trainer.object_store import check_object_store, step_bytes
-from verl_like.trainer.ppo_workers import (
-    build_role_worker_mapping,
-    check_pools_fit_this_machine,
-    import_worker_class,
-)
+from verl_like.trainer.ppo_workers import build_role_worker_mapping, check_pools_fit_this_machine, import_worker_class
 from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns

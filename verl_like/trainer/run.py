@@ -65,10 +65,7 @@ def run(
 
 
 def train(
-    inputs: Any,
-    fit: Callable[[Any, RunRecorder], None],
-    recorder: RunRecorder,
-    template: WorkerTemplate | None = None,
+    inputs: Any, fit: Callable[[Any, RunRecorder], None], recorder: RunRecorder, template: WorkerTemplate | None = None
 ) -> int:
     """Starts Ray and trains to the end; returns the exit code."""
     outcome = "Failed with an unexpected error; standard error has the traceback."

@@ -120,12 +120,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.
 
+        Returns the loss, and metrics that merge exactly over micro-batches and ranks.
+
         Args:
             micro: the columns that `update_actor` reads, b rows.
             mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
-
-        Returns:
-            The loss, and metrics that merge exactly over micro-batches and ranks.
         """
         actor, mask_BR = self.config.actor, micro["response_mask"]
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)

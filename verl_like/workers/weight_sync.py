@@ -127,7 +127,8 @@ def collect_weights(
 
     Every rank takes part in gathering every sharded parameter, one at a time, so that beside its share a rank holds one
     full parameter. The fingerprint is taken from the shards before they are gathered: it does not depend on the
-    gathering, the buckets or the transport, and so it detects errors in them.
+    gathering, the buckets or the transport, and so it detects errors in them. Raises ValueError for a name twice, no
+    parameter at all, or a DTensor that is not cut along whole rows or columns.
 
     Args:
         named_tensors: (Hugging Face name, parameter), in the same order on every rank; full tensors or DTensors. Use
@@ -138,9 +139,6 @@ def collect_weights(
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
         allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument says so. With None
             nothing is gathered, and the buckets have no values.
-
-    Raises:
-        ValueError: a name twice, no parameter at all, or a DTensor that is not cut along whole rows or columns.
     """
     fingerprints: dict[str, int] = {}
     buckets: list[WeightBucket] = []

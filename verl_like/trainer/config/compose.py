@@ -43,16 +43,15 @@ def load_config(
 ) -> Schema:
     """Composes and checks the configuration of a run.
 
+    Raises ConfigError for an unknown key, a value of the wrong type, a missing key or a broken rule; the text names
+    each of them in full and says what to do.
+
     Args:
         schema: the model of the whole configuration; it holds every default.
         rules: what joins several keys; yields a sentence for each broken rule.
         overrides: Hydra overrides, e.g. `["placement=split", "trainer.nnodes=2"]`.
         config_name: the YAML file to start from, without its ending; None starts from the schema's defaults.
         config_dir: folder of the user's YAML files, which start with `defaults: [<schema.base_name>, _self_]`.
-
-    Raises:
-        ConfigError: an unknown key, a value of the wrong type, a missing key or a broken rule; the text names each of
-            them in full and says what to do.
     """
     composed = compose_tree(schema, overrides, config_name, config_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)

@@ -31,14 +31,10 @@ from verl_like.workers.planning.flops import ModelCost
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
 class DetachedPPOTrainer(Side):
-    """The driver of one trainer, a named Ray actor. The first one pushes the weights of all.
+    """The driver of one trainer, a named Ray actor, which pushes weights if it is the first of its model.
 
-    Args:
-        config: the configuration of the run.
-        experience_maker_holder_name_list: the makers that get the weights.
-        model_fn: the worker class of each role that is trained; by default those of the configuration.
-        env_info: which of the trainers of the model this is, and where they meet.
-        pools: what its workers run on; by default it reserves the pools of the configuration.
+    `experience_maker_holder_name_list` are the makers that get them; `env_info` says which of the trainers of the model
+    this is, and where they meet. The other arguments are those of `Side`.
     """
 
     def __init__(

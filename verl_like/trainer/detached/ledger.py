@@ -55,10 +55,7 @@ class PromptLedger:
 
     Methods neither wait nor call anything. Prompts whose maker is lost come first when tickets are given out again.
 
-    Args:
-        num_steps: training steps of the run.
-        batch_size: prompts of a step, over all trainers, among whom it divides.
-        detached: the settings of the run.
+    `num_steps` are those of the run, `batch_size` the prompts of a step over all trainers, among whom it divides.
     """
 
     def __init__(self, num_steps: int, batch_size: int, detached: DetachedBlock) -> None:

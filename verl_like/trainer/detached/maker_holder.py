@@ -94,16 +94,13 @@ class PromptLoader:
 
 @remote(concurrency_groups={"weights": 1, "status": 1})
 class ExperienceMakerHolder(Side):
-    """The driver of one maker, a named Ray actor.
+    """The driver of one maker, a named Ray actor. Arguments besides those of `Side`:
 
     Args:
-        config: the configuration of the run.
         detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
-        model_fn: the worker class of each role that this maker runs; by default those of the configuration.
         env_info: which of the makers this is; the first one validates, see `trainer.test_freq`.
         start: how often it has been started; with the number it has a name of its own in the ledger.
         validated: the version that the maker whose place it takes validated last.
-        pools: what its workers run on; by default it reserves the pools of the configuration.
     """
 
     def __init__(

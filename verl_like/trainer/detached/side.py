@@ -139,7 +139,11 @@ class LedgerHandle:
 
 
 class Side:
-    """What makers and trainers do alike. Each is a named Ray actor with the concurrency group `status`."""
+    """What makers and trainers do alike. Each is a named Ray actor with the concurrency group `status`.
+
+    `config` is that of the run, `model_fn` gives the worker class of each role that this side runs, by default those of
+    the configuration, and `pools` are what its workers run on; by default it reserves those of the configuration.
+    """
 
     def __init__(
         self,

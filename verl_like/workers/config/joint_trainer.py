@@ -11,10 +11,8 @@ class JointTrainer:
     """One of `count` trainers of a model, each the driver of worker groups of its own, that add their gradients.
 
     Worker groups dispatch over their own ranks. Those of all trainers, as many of each, make up one process group. They
-    meet in a store, which somebody opens at the master's address before and keeps as long as the trainers run (with
-    port 0 the system chooses `store.port`):
-
-        store = torch.distributed.TCPStore(master_addr, master_port, is_master=True, wait_for_workers=False)
+    meet in a store, `torch.distributed.TCPStore(master_addr, master_port, is_master=True, wait_for_workers=False)`,
+    which somebody opens before and keeps as long as the trainers run; with port 0 the system chooses `store.port`.
     """
 
     index: int

@@ -42,7 +42,8 @@ MAX_SKIPPED_STEPS = 3
 
 
 class FsdpEngine(TrainingEngine):
-    """The engine by FSDP2: one model, sharded over the ranks, and its optimizer if it is trained.
+    """The engine by FSDP2: one model, sharded over the ranks, and its optimizer if it is trained. Raises ValueError if
+    ranks or attention heads do not divide as the settings ask.
 
     Args:
         build_model: makes the model; called with True (with weights) on rank 0, False (on the meta device) elsewhere.
@@ -53,9 +54,6 @@ class FsdpEngine(TrainingEngine):
         total_training_steps: training steps of the run, for a learning rate that depends on them.
         sequence_parallel_size: ranks that share each packed batch.
         shares_device: whether a rollout engine in another process takes memory of the device in turn.
-
-    Raises:
-        ValueError: ranks or attention heads do not divide as the settings ask.
     """
 
     def __init__(

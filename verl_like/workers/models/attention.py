@@ -18,16 +18,14 @@ from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 
 def choose_attention(requested: str | None, device: str, dtype: torch.dtype, softcap: float | None = None) -> str:
-    """Name of the packed attention to load a model with.
+    """Name of the packed attention to load a model with. Raises ValueError for one that this device, dtype, model or
+    environment does not have.
 
     Args:
         requested: `override_config.attn_implementation`: None (choose), sdpa, varlen (torch) or flash_attention_2.
         device: `cpu` or `cuda`.
         dtype: the dtype attention computes in; the varlen kernels need bfloat16 or float16.
         softcap: the bound of the attention logits of models that have one (Gemma 2), which torch's varlen has not.
-
-    Raises:
-        ValueError: one that this device, dtype, model or environment does not have.
     """
     require_flash_attention(requested, key="model")
     on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)

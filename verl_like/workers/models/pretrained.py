@@ -50,6 +50,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Builds the model that `config.path` names, with packed attention; heads other than a language model's are scalar.
 
+    Raises ValueError as `load_hf_config`, and for weights that are missing at `config.path`.
+
     Args:
         auto_class: transformers' class for the task, e.g. `AutoModelForCausalLM`.
         config: path, overrides of the model's own configuration, attention implementation.
@@ -58,9 +60,6 @@ def load_pretrained(
         device: device that the attention will run on.
         weights: True reads the weights; False makes a model on torch's meta device, without memory.
         new_head_seed: seed of the head where `config.path` has none; None means that it must have one.
-
-    Raises:
-        ValueError: as `load_hf_config`, or weights that are missing at `config.path`.
     """
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
@@ -95,9 +94,8 @@ def load_pretrained(
 def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     """The model's own configuration with `override_config`; what looks like a path is never looked up on the hub.
 
-    Raises:
-        ValueError: nothing at `config.path`, an override that the model's configuration does not have, layers that do
-            not compute packed sequences, or dropout in a model that is trained.
+    Raises ValueError for nothing at `config.path`, an override that the model's configuration does not have, layers
+    that do not compute packed sequences, or dropout in a model that is trained.
     """
     path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
     overrides = model_setting(key, "override_config")

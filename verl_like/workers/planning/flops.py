@@ -46,13 +46,10 @@ class ModelCost:
         return cls(2.0 * sum(used), per_scored_token, tuple((pair * n, w) for w, n in windows.items()))
 
     def forward(self, lengths: Sequence[int] | np.ndarray, num_scored: Sequence[int] | np.ndarray) -> np.ndarray:
-        """FLOPs of one forward pass over each sequence, (S,) float64.
+        """FLOPs of one forward pass over each sequence, (S,) float64, of `lengths` (S,) tokens.
 
-        Attention is causal: a token attends to itself and to those before, within the window.
-
-        Args:
-            lengths: (S,) tokens.
-            num_scored: (S,) tokens that the head reads.
+        Attention is causal: a token attends to itself and to those before, within the window. The head reads
+        `num_scored` (S,) of the tokens.
         """
         length_S = np.asarray(lengths, dtype=np.float64)
         total_S = self.per_token * length_S + self.per_scored_token * np.asarray(num_scored, dtype=np.float64)

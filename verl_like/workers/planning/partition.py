@@ -99,18 +99,14 @@ def balanced_rank_order(work_B: Sequence[float] | np.ndarray, num_mini_batch_row
     """The order in which equal shards make up the same mini-batches for every number of ranks, with about equal work.
 
     With n = `num_mini_batch_rows`, mini-batch i is rows i * n to (i + 1) * n of the batch; every rank gets the same
-    number of them, and about the same work in each.
+    number of them, and about the same work in each. Returns (B,) int64: rank r takes the r-th of `world_size` equal
+    slices, in it one mini-batch after the other. Raises ValueError if rows do not divide by `num_mini_batch_rows`, or
+    those not by `world_size`.
 
     Args:
         work_B: (B,) work of each row, in any unit.
         num_mini_batch_rows: rows of a mini-batch over all ranks; B for a pass that has none.
         world_size: data-parallel ranks.
-
-    Returns:
-        (B,) int64: rank r takes the r-th of `world_size` equal slices, in it one mini-batch after the other.
-
-    Raises:
-        ValueError: rows do not divide by `num_mini_batch_rows`, or those not by `world_size`.
     """
     num_rows = len(work_B)
     share = num_rows_per_rank(num_rows, num_mini_batch_rows, world_size)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import GenerationConfig
 
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
@@ -203,22 +203,17 @@ class RolloutEngine(ABC):
     def stream_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
         """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.
 
+        Returns B * n rows, the n responses of a prompt one after the other: the columns of `generate_sequences` in
+        docs/columns.md, log-probabilities under the distribution the tokens were drawn from (temperature, top-k,
+        top-p). Raises RuntimeError if requests are in flight, ValueError for a uid that two rows have or without
+        `global_steps` or `uid`, and what `submit` and `step` raise.
+
         Args:
             prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left, and the
                 non-tensor column `uid`, which names the prompt in what is yielded, in errors and in the seeds; meta
                 `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
                 (bool, default False: one response, the likeliest token each time). The other rows, their order and
                 the number of replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
-
-        Returns:
-            B * n rows, the n responses of a prompt one after the other: the columns of `generate_sequences` in
-            docs/columns.md, log-probabilities under the distribution the tokens were drawn from (temperature, top-k,
-            top-p).
-
-        Raises:
-            RuntimeError: requests are in flight.
-            ValueError: a uid that two rows have, or `global_steps` or `uid` missing.
-            RuntimeError, ValueError, RolloutError: see `submit` and `step`.
         """
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; let them end before a batch, or abort.")
@@ -268,16 +263,9 @@ class RolloutEngine(ABC):
 
     def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
         """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""
-        n = len(completions) // len(prompts)
-        is_real_B = is_real(prompts)
-        num_cached = sum(each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n])
-        num_prompt_tokens = n * int(prompts.batch["attention_mask"][is_real_B].sum())
-        output = assemble(
+        return assemble(
             prompts, completions, response_length=self.config.response_length, pad_token_id=self.pad_token_id
         )
-        hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
-        output.meta_info["metrics"] = {"rollout/prefix_cache_hit_rate": hit_rate}
-        return output
 
     def _require_weights(self) -> None:
         if self.policy_version is None:

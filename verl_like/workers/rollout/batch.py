@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from verl_like.protocol import PAD_COLUMN, DataProto
+from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.workers.rollout.request import Completion
 
 # Legend: B prompts, n responses per prompt, N = B * n, P padded prompt length, R padded response length, T = P + R.
@@ -59,6 +59,10 @@ def assemble(
     # Positions go on counting over the padding, as in verl; nothing attends to them.
     response_positions = prompt_positions[:, -1:] + torch.arange(1, response_length + 1)
     responses_NR, mask_NR = torch.from_numpy(responses), torch.from_numpy(response_mask)
+    is_real_B = is_real(prompts)
+    num_cached = sum(each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n])
+    num_prompt_tokens = n * int(prompts.batch["attention_mask"][is_real_B].sum())
+    hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
     return DataProto.from_dict(
         tensors={
             "prompts": prompt_ids,
@@ -70,4 +74,5 @@ def assemble(
             "rollout_log_probs": torch.from_numpy(log_probs),
         },
         non_tensors={"policy_version": [completion.versions for completion in completions]},
+        meta_info={"metrics": {"rollout/prefix_cache_hit_rate": hit_rate}},
     )
