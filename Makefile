@@ -9,8 +9,9 @@ lint: env
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# Two processes, each with whole files: a file's tests share what is slow to start.
 test: lint
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
 
 # Needs the package index, and no GPU.
 gpu-lock-check: env
