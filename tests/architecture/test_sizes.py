@@ -43,8 +43,8 @@ def test_no_function_is_longer_than_80_lines():
 
 
 def test_the_step_fits_on_one_screen():
-    lengths = function_lengths(parse(PACKAGE / "trainer/ppo_trainer.py"))
-    for name in ("step", "fit"):
+    for file, name in (("ppo_trainer.py", "step"), ("training_loop.py", "fit")):
+        lengths = function_lengths(parse(PACKAGE / "trainer" / file))
         assert next(length for key, length in lengths.items() if key.startswith(f"{name}:")) <= 60
 
 

@@ -71,14 +71,15 @@ def test_a_run_that_sigterm_ends_leaves_its_models_wherever_in_the_step_it_comes
 ):
     save_freq = {"learn": -1, "save": 2}[method]
     with local_trainer(tmp_path, tiny_llama, GRPO, f"trainer.save_freq={save_freq}", steps=4) as trainer:
-        call = getattr(trainer.learner, method)
+        owner = trainer if method == "save" else trainer.learner
+        call = getattr(owner, method)
 
-        def call_and_terminate(argument: Any) -> Any:
+        def call_and_terminate(*arguments: Any) -> Any:
             if trainer.global_step == 2:
                 trainer.recorder.terminate(signal.SIGTERM, None)
-            return call(argument)
+            return call(*arguments)
 
-        setattr(trainer.learner, method, call_and_terminate)
+        setattr(owner, method, call_and_terminate)
         with pytest.raises(KeyboardInterrupt):
             trainer.fit()
     assert saved(tmp_path) == ["global_step_2/actor/checkpoint", "global_step_2/actor/huggingface"]

@@ -5,8 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,16 +25,13 @@ from verl_like.trainer.supervised.trainer import SupervisedTrainer
 class PPOWithoutModels(RayPPOTrainer):
     """The loop of the trainer around steps that compute nothing."""
 
-    learner = SimpleNamespace(save_models=lambda folder: None)
+    trained: ClassVar[dict] = {}
 
     def next_prompts(self) -> DataProto:
         return DataProto(meta_info={"epoch": 0})
 
     def step(self, prompts: DataProto, upcoming: DataProto | None = None) -> dict[str, float]:
         return {}
-
-    def save(self) -> Path:
-        return checkpoint.begin(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -44,14 +40,13 @@ class PPOWithoutModels(RayPPOTrainer):
 class SFTWithoutModel(SupervisedTrainer):
     """The loop around batches that nothing learns from."""
 
+    trained: ClassVar[dict] = {}
+
     def __post_init__(self) -> None:
         self.sampler = EpochSampler(len(self.train_dataset), self.config.data.train_batch_size)
 
     def step(self, batch: DataProto) -> dict[str, float]:
         return {}
-
-    def save(self) -> Path:
-        return checkpoint.begin(self.recorder.run_dir, self.global_step)
 
 
 class Rows(list):
@@ -70,9 +65,7 @@ def trainer_with(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cal
         if request.param == "sft":
             config = load_config(SFTConfig, broken_sft_rules, [*settings, "model.path=m"])
             recorder = RunRecorder(config, run_sft.DISPLAY)
-            trainer = SFTWithoutModel(
-                config, Rows(range(64)), None, SimpleNamespace(save_hf=lambda folder: None), recorder
-            )
+            trainer = SFTWithoutModel(config, Rows(range(64)), None, None, recorder)
         else:
             settings = *settings, "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"
             recorder = RunRecorder(load_ppo_config(settings), PPO_DISPLAY)
@@ -90,25 +83,25 @@ def send_in_step(trainer: Trainer, step: int, owner: Any, name: str, times: int 
     """The call `owner.name` of a step is interrupted by SIGTERM before it begins."""
     call = getattr(owner, name)
 
-    def call_after_signal(*arguments: Any) -> Any:
+    def call_after_signal(*arguments: Any, **named: Any) -> Any:
         if trainer.global_step == step:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGTERM)
-        return call(*arguments)
+        return call(*arguments, **named)
 
     setattr(owner, name, call_after_signal)
 
 
 @pytest.mark.parametrize(
     ("name", "save_freq"),
-    [("step", -1), ("log", -1), ("show_step", -1), ("log", 2), ("save", 2), ("commit_checkpoint", 2)],
+    [("step", -1), ("log", -1), ("show_step", -1), ("log", 2), ("save", 2), ("begin_checkpoint", 2)],
 )
 def test_sigterm_in_a_step_or_after_it_ends_the_run_with_a_checkpoint_of_it(
     name: str, save_freq: int, trainer_with: Callable[..., Trainer]
 ):
     trainer = trainer_with(f"trainer.save_freq={save_freq}")
     owners = {"log": trainer.recorder.tracking, "show_step": trainer.recorder.console}
-    owners["commit_checkpoint"] = trainer.recorder
+    owners["begin_checkpoint"] = trainer.recorder
     send_in_step(trainer, 2, owners.get(name, trainer), name)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
@@ -126,7 +119,7 @@ def test_a_second_sigterm_ends_the_run_at_once_and_leaves_nothing_in_part(
     trainer_with: Callable[..., Trainer],
 ):
     trainer = trainer_with("trainer.save_freq=1")
-    send_in_step(trainer, 2, trainer.recorder, "commit_checkpoint", times=2)
+    send_in_step(trainer, 2, trainer.recorder, "begin_checkpoint", times=2)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     run_dir = trainer.recorder.run_dir

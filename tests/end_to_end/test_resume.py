@@ -1,5 +1,7 @@
 """A run that ended is continued as if it had not, in one process."""
 
+import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from runs import metrics_of, tiny_run_settings
 from safetensors.torch import load_file
 from test_local_step import local_trainer, run_locally
 
+from verl_like.single_controller.failure import WorkerError
+from verl_like.trainer import checkpoint, training_loop
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Update
@@ -80,3 +84,50 @@ def test_a_run_that_is_interrupted_twice_equals_one_that_is_not(
     tensors = tensors_of(parts, 5)
     assert tensors.keys() == expected.keys() and any(name.endswith(".exp_avg_sq") for name in tensors)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
+def test_a_checkpoint_that_is_written_during_later_steps_is_that_of_its_step(tmp_path: Path, tiny_llama: Callable):
+    settings = [*PPO, "trainer.save_freq=2"]
+    run_locally(tmp_path / "plain", tiny_llama, *settings, steps=4)
+    with local_trainer(tmp_path / "late", tiny_llama, *settings, steps=4) as trainer:
+        goes_on, learn = threading.Event(), trainer.learner.learn
+        trainer.groups["actor"].workers[0].engine.writer.thread.submit(goes_on.wait, 60)
+
+        def learn_until_the_last_step(experience: Experience) -> Update:
+            assert trainer.global_step < 3 or not checkpoint.steps(trainer.recorder.run_dir)
+            if trainer.global_step == 4:
+                goes_on.set()
+            return learn(experience)
+
+        trainer.learner.learn = learn_until_the_last_step
+        trainer.fit()
+        assert checkpoint.steps(trainer.recorder.run_dir) == [2, 4]
+    expected, tensors = tensors_of(tmp_path / "plain", 2), tensors_of(tmp_path / "late", 2)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items())
+    newest = checkpoint.read(tmp_path / "late/runs/latest/global_step_2")
+    assert newest.state["global_step"] == newest.state["version"] == 2
+    rows = (tmp_path / "late/runs/latest/metrics.jsonl").read_bytes()[: newest.state["files"]["metrics.jsonl"]]
+    assert [json.loads(row)["step"] for row in rows.splitlines()] == [0, 1, 2]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_continued(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    settings = [*GRPO, "trainer.max_ckpt_to_keep=1"]
+
+    def begin_where_a_folder_is(run_dir: Path, step: int) -> Path:
+        folder = checkpoint.begin(run_dir, step)
+        if step == 2:
+            (folder / "actor/checkpoint/rank_00000.safetensors").mkdir(parents=True)
+        return folder
+
+    with local_trainer(tmp_path, tiny_llama, *settings, steps=4) as trainer, monkeypatch.context() as patched:
+        patched.setattr(training_loop, "begin", begin_where_a_folder_is)
+        message = r"actor rank 0 .* failed in save_result: OSError: .*actor/checkpoint/rank_00000.safetensors cannot be"
+        with pytest.raises(WorkerError, match=message):
+            trainer.fit()
+        assert trainer.global_step == 3 and checkpoint.steps(trainer.recorder.run_dir) == [1]
+    assert "The checkpoint that was being written is lost: actor rank 0" in capsys.readouterr().out
+    run_locally(tmp_path, tiny_llama, *settings, steps=4)
+    assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2, 3, 4]
+    assert checkpoint.steps(tmp_path / "runs/latest") == [4]

@@ -31,7 +31,8 @@ def run_until(step: int, config: PPOConfig) -> Path:
         recorder.tracking.log({"reward": 0.5}, number)
         partial = checkpoint.begin(recorder.run_dir, number)
         (partial / "weights").write_text(str(number))
-        recorder.commit_checkpoint(partial, number, {"kl_coef": 0.1})
+        recorder.begin_checkpoint(partial, number, {"kl_coef": 0.1}, groups={})
+        recorder.commit_checkpoint(wait=True)
     recorder.tracking.log({"reward": 0.5}, step + 1)
     recorder.lock.close()
     return recorder.run_dir

@@ -54,7 +54,7 @@ def check_inputs(config: ToyConfig, cleanup: ExitStack) -> ToyInputs:
 def fit(inputs: ToyInputs, recorder: RunRecorder) -> None:
     config, number = inputs.config, 0.0
     for step in range(1, config.trainer.steps + 1):
-        with recorder.step(step, epoch=0, total_steps=config.trainer.steps) as log:
+        with recorder.step(step, config.trainer.steps) as log:
             number += config.rate * (config.target - number)
             log({"toy/distance": config.target - number})
             time.sleep(0.01)

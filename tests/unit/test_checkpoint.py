@@ -17,7 +17,20 @@ def save(run_dir: Path, step: int, text: str = "weights") -> None:
     for role in ("actor", "critic"):
         (partial / role / "checkpoint").mkdir(parents=True)
         (partial / role / "checkpoint/shard.safetensors").write_text(f"{text} of {role} at {step}")
-    checkpoint.commit(partial, step, {"kl_coef": step / 10})
+    checkpoint.commit(partial, step, {"kl_coef": step / 10}, {})
+
+
+def test_files_that_workers_have_written_are_not_read_again_and_have_to_be_seen(tmp_path: Path):
+    save(tmp_path, 1)
+    partial, digest = checkpoint.begin(tmp_path, 2), {"bytes": 3, "sha256": "of the worker"}
+    for name in ("shard", "generated"):
+        (partial / name).write_text(name)
+    with pytest.raises(OSError, match=r"global_step_2.partial/elsewhere, which is not seen from here"):
+        checkpoint.commit(partial, 2, {}, {"shard": digest, "elsewhere": digest})
+    assert checkpoint.steps(tmp_path) == [1]
+    checkpoint.commit(partial, 2, {}, {"shard": digest})
+    files = json.loads((tmp_path / "global_step_2/manifest.json").read_text())["files"]
+    assert files["shard"] == digest and files["generated"]["bytes"] == 9
 
 
 def in_a_fork_that_dies_at(operation: int, action: Callable[[], None]) -> bool:

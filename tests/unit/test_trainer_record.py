@@ -1,15 +1,21 @@
 """The record of a run: files, phases, trackers, report."""
 
+import contextlib
 import io
 import json
 import re
+import signal
 import time
 import tracemalloc
 
 import pytest
 
 from verl_like.single_controller import CallEvent
-from verl_like.trainer import tracking
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.local import LocalWorkerGroup
+from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer import checkpoint, tracking
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.ppo_display import PPO_DISPLAY
@@ -213,6 +219,34 @@ def test_a_run_in_which_every_step_validates_shows_those():
     assert [rows[0]["step"] for rows in timeline.last_steps()] == [3, 4, 5]
 
 
+class SlowWriter(Worker):
+    """Has written when it is waited for."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_result(self, wait: bool) -> dict | None:
+        return {} if wait else None
+
+
+@pytest.mark.parametrize("num_signals", [0, 1, 2])
+def test_a_run_that_ends_completes_the_checkpoint_that_is_being_written_unless_it_gets_a_second_sigterm(
+    num_signals, tmp_path
+):
+    required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    recorder = RunRecorder(load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder.saves_when_ended = True
+    recorder.tracking.log({"reward": 0.5}, 7)
+    group = LocalWorkerGroup(ClassWithInitArgs(SlowWriter), role="actor")
+    recorder.begin_checkpoint(checkpoint.begin(recorder.run_dir, 7), 7, {"kl_coef": 0.25}, {"actor": group})
+    recorder.commit_checkpoint(wait=False)
+    assert not checkpoint.steps(recorder.run_dir)
+    for number in range(num_signals):
+        with pytest.raises(KeyboardInterrupt) if number else contextlib.nullcontext():
+            recorder.terminate(signal.SIGTERM, None)
+    recorder.close("Interrupted.")
+    newest, _ = checkpoint.newest(recorder.run_dir)
+    assert (newest.step, newest.state["kl_coef"]) == (7, 0.25) if num_signals < 2 else newest is None
+
+
 def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(tmp_path):
     required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
     config = load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"])
@@ -220,7 +254,7 @@ def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(
     recorder.console.show_step = lambda *_: None  # printing would take most of the time
     kept = {}
     for step in range(1, 5001):
-        with recorder.step(step, epoch=0, total_steps=5000) as log:
+        with recorder.step(step, total_steps=5000) as log:
             for rank in range(2):
                 recorder.timeline.record(event("update_actor", rank, step, step + 0.5))
             log({f"metric_{i}": step / (i + 1) for i in range(9)} | {"perf/total_num_tokens": 100})

@@ -1,14 +1,20 @@
-"""What a worker's checkpoint refuses, and what it never executes."""
+"""What a worker writes while it trains, what its checkpoint refuses, and what it never executes."""
 
+import contextlib
+import hashlib
 import json
 import pickle
+import resource
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_worker_models import local_group, policy_config, write_model
+from tiny_worker_models import local_group, make_batch, parameters_of, policy_config, write_model
 
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -27,6 +33,65 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+@contextlib.contextmanager
+def writing_is_held_up(group: LocalWorkerGroup) -> Iterator[None]:
+    """Within it a save copies, and what was copied is not written."""
+    goes_on = threading.Event()
+    group.workers[0].engine.writer.thread.submit(goes_on.wait, 60)
+    yield
+    goes_on.set()
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Within it this process writes no file that is larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_steps_while_a_checkpoint_is_written_do_not_change_it(offload: bool, tmp_path: Path):
+    config = policy_config(write_model(tmp_path / "model"), fsdp={"optimizer_offload": offload})
+    group, loaded, data = local_group(ActorWorker, config), local_group(ActorWorker, config), make_batch()
+    engine, memory = group.workers[0].engine, set()
+    for path in (tmp_path / "first", tmp_path / "second"):
+        group.update_actor(data).get()
+        expected = {name: tensor.clone() for name, tensor in engine._state().items()}
+        with writing_is_held_up(group):
+            group.save_checkpoint(str(path), wait=False)
+            group.update_actor(data).get()
+            assert group.save_result(wait=False).get() == [None] and not list(path.glob("*.safetensors"))
+        (files,) = group.save_result(wait=True).get()
+        assert [*files] == [file.name for file in path.glob("*.safetensors")]
+        for name, digest in files.items():
+            assert digest["sha256"] == hashlib.sha256((path / name).read_bytes()).hexdigest()
+        loaded.load_checkpoint(str(path))
+        found = loaded.workers[0].engine._state()
+        assert found.keys() == expected.keys() and any(name.endswith("exp_avg") for name in found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        memory |= {buffer.data_ptr() for buffer in engine.writer.buffers.values()}
+    assert not torch.equal(found["training_steps"], engine._state()["training_steps"])
+    assert len(memory) == len(expected)  # both saves copied to the same memory
+
+
+def test_a_file_that_cannot_be_written_is_named_and_removed_and_the_next_save_writes_it(tmp_path: Path):
+    group = actor_group(tmp_path / "model")
+    before = parameters_of(group.workers[0])
+    with files_of_at_most(10_000):
+        group.save_checkpoint(str(tmp_path / "checkpoint"), wait=False)
+        for wait in (True, False):
+            message = "worker rank 0 .* failed in save_result: OSError: .*/checkpoint/rank_00000.safetensors cannot be"
+            with pytest.raises(WorkerError, match=message):
+                group.save_result(wait=wait).get()
+    assert not list((tmp_path / "checkpoint").glob("*.safetensors"))
+    group.save_checkpoint(str(tmp_path / "checkpoint"))
+    group.update_actor(make_batch()).get()
+    group.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parameters_of(group.workers[0]).items())
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_does_not_fit(tmp_path: Path):

@@ -205,6 +205,16 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_of_two_writes_its_share_of_a_checkpoint_and_nothing_twice(two_ranks, layout):
+    first, second = (load_file(two_ranks / f"{layout}/checkpoint/rank_0000{rank}.safetensors") for rank in (0, 1))
+    shapes = {name: p.shape for name, p in load_file(two_ranks / f"{layout}_state_0").items() if name != "log_probs"}
+    num_written = sum(tensor.numel() for tensor in [*first.values(), *second.values()])
+    # Parameters and two moments; a count of steps for each parameter, and the counts of steps done and skipped.
+    assert num_written == 3 * sum(shape.numel() for shape in shapes.values()) + len(shapes) + 2
+    assert all(sum(tensor.numel() for tensor in part.values()) > num_written / 4 for part in (first, second))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_write_one_complete_model_folder(two_ranks, layout):
     exported = load_file(two_ranks / f"{layout}/huggingface/model.safetensors")
     saved = load_file(two_ranks / f"{layout}_state_0")
@@ -224,7 +234,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_as_the_model_folder_that_they_wri
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_that_lacks_the_file_of_a_rank_is_not_exported(two_ranks, rank, tmp_path):
     shutil.copytree(two_ranks / "sharded/checkpoint", tmp_path / "actor/checkpoint")
-    next((tmp_path / "actor/checkpoint").glob(f"shard-0000{rank + 1}-*")).unlink()
+    next((tmp_path / "actor/checkpoint").glob(f"rank_0000{rank}.*")).unlink()
     with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight or a part of it"):
         export(tmp_path / "actor", tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -1,22 +1,26 @@
 """Checkpoints of a run: a folder is there complete with its manifest, or not at all, and the newest is found again.
 
-`global_step_N/` holds the training state of the roles, which their workers write, and `manifest.json`:
+`global_step_N/` holds the training state of the roles, which their workers write while training goes on, and
+`manifest.json`:
 
     {"format": 1, "step": N, "created": "<UTC>", "state": {...}, "files": {"actor/...": {"bytes": ..., "sha256": ...}}}
 
 Nothing in a checkpoint is a pickle: tensors are safetensors, the rest is JSON.
 """
 
-import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from verl_like.protocol import Future
+from verl_like.protocol.files import file_digest
+from verl_like.single_controller.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +55,67 @@ def begin(run_dir: Path, step: int) -> Path:
     return partial
 
 
-def commit(partial: Path, step: int, state: dict[str, Any]) -> Checkpoint:
+def save_training(groups: Mapping[str, WorkerGroup], folder: Path, *, wait: bool = True) -> None:
+    """Every rank writes its part of what the training of its model needs to continue to `folder/<role>/checkpoint`.
+
+    Without `wait` it is then copied, and written while training goes on: see PendingCheckpoint.
+    """
+    paths = {role: str(folder / role / "checkpoint") for role in groups}
+    for future in [group.save_checkpoint.remote(paths[role], wait) for role, group in groups.items()]:
+        future.get()
+
+
+def save_models(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
+    """Writes the models in Hugging Face format, for which rank 0 gathers them."""
+    for role, group in groups.items():
+        group.save_hf(str(folder / role / "huggingface"))
+
+
+@dataclass
+class PendingCheckpoint:
+    """A checkpoint that workers are writing."""
+
+    partial: Path
+    step: int
+    state: dict[str, Any]
+    groups: Mapping[str, WorkerGroup]
+    _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
+    """What the ranks of each group answer to the question whether they have written."""
+
+    def files(self, wait: bool, timeout_s: float | None = None) -> dict[str, dict[str, Any]] | None:
+        """`file_digest` of each file of the workers, by its path in the folder, once all of them are on the disk.
+
+        Without `wait`, None before that: it asks the workers, and takes their answers where they have come already.
+        Raises the WorkerError of a rank that cannot write, or CallTimeout.
+        """
+        if wait or not self._asked:
+            self._asked = {role: group.save_result.remote(wait) for role, group in self.groups.items()}
+        if not wait and not all(future.done() for future in self._asked.values()):
+            return None
+        answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
+        self._asked = {}
+        files: dict[str, dict[str, Any]] = {}
+        for role, of_rank in answers.items():
+            for written in of_rank:
+                if written is None:
+                    return None
+                files |= {f"{role}/checkpoint/{name}": digest for name, digest in written.items()}
+        return files
+
+
+def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str, dict[str, Any]]) -> Checkpoint:
     """Makes what is in `partial` the checkpoint of the step, on the disk before it has its name.
 
-    One that is there already is replaced. Raises OSError, and leaves earlier checkpoints as they are.
+    `written` are the `file_digest`s of files that are on the disk already, by their path in `partial`. A checkpoint
+    that is there already is replaced. Raises OSError, and leaves earlier checkpoints as they are.
     """
-    files = {str(path.relative_to(partial)): _digest(path, sync=True) for path in _files(partial)}
+    names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
+    if missing := sorted(written.keys() - names):
+        raise OSError(
+            f"a worker wrote {partial / missing[0]}, which is not seen from here: all nodes have to see "
+            "trainer.default_local_dir."
+        )
+    files = {name: written.get(name) or file_digest(partial / name, sync=True) for name in sorted(names)}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
     for path in filter(Path.is_dir, partial.rglob("*")):
@@ -100,7 +159,7 @@ def read(folder: Path, *, hashes: bool = True) -> Checkpoint:
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpoint(f"{path} is missing.")
-        if (found := _digest(path) if hashes else expected | {"bytes": path.stat().st_size}) != expected:
+        if (found := file_digest(path) if hashes else expected | {"bytes": path.stat().st_size}) != expected:
             raise DamagedCheckpoint(
                 f"{path} is not as it was written: {found['bytes']} bytes with sha256 {found['sha256'][:12]}..., the "
                 f"manifest says {expected['bytes']} with {expected['sha256'][:12]}..."
@@ -159,18 +218,6 @@ def set_aside(run_dir: Path, after: int) -> None:
         damaged = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(damaged, ignore_errors=True)
         os.rename(folder, damaged)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -48,7 +48,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.actor, self.critic = self.groups[Role.Actor], self.groups.get(Role.Critic)
-        self.trained = {Role.Actor: self.actor} | ({Role.Critic: self.critic} if self.critic else {})
+        self.trained = {str(role): self.groups[role] for role in (Role.Actor, Role.Critic) if role in self.groups}
         policy = self.config.actor_rollout_ref  # mini-batches: rows of one optimizer step over all ranks
         self.num_actor_mini_batch_rows = policy.actor.ppo_mini_batch_size * policy.rollout.n
         self.num_critic_mini_batch_rows = self.config.critic.ppo_mini_batch_size * policy.rollout.n
@@ -93,18 +93,8 @@ class Learner:
         """The actor's weights after all updates submitted so far; returns at once."""
         return Weights(self.actor.export_weights.remote(version=self.version), self.version)
 
-    def save(self, folder: Path) -> None:
-        """Writes what the training of the models needs to continue; every rank writes its shard."""
-        for role, group in self.trained.items():
-            group.save_checkpoint(str(folder / role / "checkpoint"))
-
-    def save_models(self, folder: Path) -> None:
-        """Writes the models in Hugging Face format, for which rank 0 gathers them."""
-        for role, group in self.trained.items():
-            group.save_hf(str(folder / role / "huggingface"))
-
     def restore(self, folder: Path, version: int) -> None:
-        """Reads what `save` wrote, on any number of ranks; the weights are then those of the version."""
+        """Reads what `save_training` wrote, on any number of ranks; the weights are then those of the version."""
         for role, group in self.trained.items():
             group.load_checkpoint(str(folder / role / "checkpoint"))
         self.version = version

@@ -1,4 +1,4 @@
-"""The PPO trainer: a maker and a learner on worker groups, and the loop around them."""
+"""The PPO trainer: a maker and a learner on worker groups, and the step that they make together."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer.checkpoint import Checkpoint, begin
+from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weights
 from verl_like.trainer.learner import Learner
@@ -24,6 +24,7 @@ from verl_like.trainer.ppo_workers import start_groups
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.scoring import RuleScorer, reward_columns
+from verl_like.trainer.training_loop import TrainingLoop
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
@@ -33,7 +34,7 @@ _METRICS = "metrics_of_generation"
 
 
 @dataclass(eq=False)
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingLoop):
     """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, for every placement.
 
     `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A custom role
@@ -59,7 +60,6 @@ class RayPPOTrainer:
         data, trainer = self.config.data, self.config.trainer
         num_prompts = len(self.train_dataset)
         self.sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
-        self.global_step = 0
         self.num_prompt_batches = 0
         """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
         self.generated: Generated | None = None
@@ -73,6 +73,7 @@ class RayPPOTrainer:
         """Starts the processes of every pool and loads the models; groups load at the same time."""
         self.groups = self.start_groups()
         self.maker, self.learner = self.build_maker(), self.build_learner()
+        self.trained = self.learner.trained
         rollout = self.groups[Role.Rollout]
         others = [group for group in self.groups.values() if group is not rollout]
         # On a GPU the engine takes its share of what is free, so what else lives there loads first.
@@ -112,43 +113,13 @@ class RayPPOTrainer:
         )
         return groups
 
-    def fit(self) -> None:
-        """Trains for the configured number of steps, validating before and every `test_freq`, and saves the end."""
-        trainer = self.config.trainer
-        total_steps = trainer.total_training_steps
-        assert total_steps is not None  # filled in when the inputs were checked
-        if trainer.val_before_train and not self.recorder.resumed:
-            with self.recorder.validation():
-                metrics = self.validate()
-            self.recorder.log_validation(metrics)
-        upcoming = self.prompts_of(self.upcoming_batch) if self.generated else None
-        self.recorder.saves_when_ended = True
-        while self.global_step < total_steps:
-            self.global_step += 1
-            prompts = upcoming or self.next_prompts()
-            with self.recorder.step(self.global_step, prompts.meta_info["epoch"], total_steps) as log:
-                is_last = self.global_step == total_steps
-                self.upcoming_batch = self.num_prompt_batches
-                upcoming = self.next_prompts() if trainer.pipeline_depth and not is_last else None
-                log(self.step(prompts, upcoming))
-                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
-                if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
-                    with self.recorder.validation():
-                        metrics = self.validate()
-                    log(metrics)
-                    saves |= self.recorder.is_best(self.global_step, metrics)
-                saves |= self.recorder.is_ending
-                if saves:
-                    with self.recorder.timer("save_checkpoint"):
-                        partial = self.save()
-                        if is_last or self.recorder.is_ending:
-                            self.learner.save_models(partial)
-            if self.recorder.is_ending and not saves:  # SIGTERM came after the step's end
-                saves, partial = True, self.save()
-            if saves:
-                self.recorder.commit_checkpoint(partial, self.global_step, self.state())
-                if self.recorder.is_ending and not is_last:
-                    raise KeyboardInterrupt
+    def next_step(self) -> dict[str, float]:
+        """`step` on the next batch of prompts, with `trainer.pipeline_depth` beside the batch after it."""
+        prompts = self.prompts_of(self.upcoming_batch) if self.generated else self.next_prompts()
+        self.upcoming_batch = self.num_prompt_batches
+        is_ahead = self.config.trainer.pipeline_depth and self.global_step < self.config.num_steps_of_run
+        metrics = self.step(prompts, self.next_prompts() if is_ahead else None)
+        return metrics | {"training/epoch": prompts.meta_info["epoch"]}
 
     def next_prompts(self) -> DataProto:
         """The next batch of prompts."""
@@ -180,6 +151,7 @@ class RayPPOTrainer:
         update = self.learner.learn(experience)  # submitted: critic and actor overlap on pools of their own
         weights = self.learner.export_weights()  # submitted, behind the actor's update
         # The driver's own work that nothing waits for is done while the updates run.
+        self.recorder.commit_checkpoint(wait=False)
         data = self.config.data
         metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)]
         self.generated = self.maker.sample(upcoming, self.next_prompts, generation) if upcoming else None
@@ -213,9 +185,8 @@ class RayPPOTrainer:
         return validation_metrics(batch, scores_B) | counts
 
     def save(self) -> Path:
-        """Writes the training state; returns the folder of a checkpoint."""
-        folder = begin(self.recorder.run_dir, self.global_step)
-        self.learner.save(folder)
+        """`TrainingLoop.save`, with the responses that are ahead."""
+        folder = super().save()
         if self.generated:
             batch, scores, metrics = self.generated
             if scores:
@@ -228,9 +199,8 @@ class RayPPOTrainer:
         return folder
 
     def state(self) -> dict[str, Any]:
-        """What goes on after a resume, beside the models and the responses that are ahead."""
-        counts = {name: getattr(self, name) for name in ("global_step", "num_prompt_batches", "upcoming_batch")}
-        return counts | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
+        counts = {name: getattr(self, name) for name in ("num_prompt_batches", "upcoming_batch")}
+        return super().state() | counts | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Goes on after the step of a checkpoint."""

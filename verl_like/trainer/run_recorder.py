@@ -4,14 +4,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
-from verl_like.trainer.checkpoint import commit, keep, remove_partial, set_aside, write
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.checkpoint import PendingCheckpoint, commit, keep, remove_partial, set_aside, write
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.console import RunConsole
@@ -20,6 +22,9 @@ from verl_like.trainer.report import write_report
 from verl_like.trainer.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import Tracking
+
+LAST_WAIT_S = 60.0
+"""Longest wait, when a run ends before its last step, for a checkpoint that is being written."""
 
 
 class UnknownMetric(ValueError):
@@ -67,6 +72,7 @@ class RunRecorder:
         self.saves_when_ended = False
         """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
         self.is_ending = False
+        self.pending: PendingCheckpoint | None = None
         self.started = time.time()
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
@@ -91,13 +97,13 @@ class RunRecorder:
         self.timeline.is_validating = False
 
     @contextmanager
-    def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
+    def step(self, step: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
         """Times a step; metrics given to the yielded function are written when the step is complete."""
         if not self.timeline.step:
             self.console.start_training(total_steps)
         self.timeline.start_step(step)
         self.seconds = {}
-        metrics: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
+        metrics: dict[str, float] = {"training/global_step": step}
         with self.timer("step"):
             yield metrics.update
         seconds = self.timeline.phase_seconds() | self.seconds
@@ -162,24 +168,41 @@ class RunRecorder:
     def terminate(self, number: int, frame: Any) -> None:
         """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves, or else now."""
         if not self.saves_when_ended or self.is_ending:
+            self.pending = None
             raise KeyboardInterrupt
         self.is_ending = True  # no more: a handler must not print while the console does
 
-    def commit_checkpoint(self, partial: Path, step: int, state: dict[str, Any]) -> None:
-        """Makes the folder the checkpoint of a step whose metrics are logged; removes the oldest that are too many.
-
-        The best one stays.
-        """
+    def begin_checkpoint(
+        self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
+    ) -> None:
+        """Keeps the state of a step whose metrics are logged until `commit_checkpoint` finds its files written."""
+        assert self.pending is None
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file):
             os.fsync(file.fileno())
             files[Path(file.name).name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
-        commit(partial, step, state | {"files": files, "shown": shown, "best": self.best})
-        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep, [self.best["step"]] if self.best else [])
+        state = state | {"files": files, "shown": shown, "best": self.best}
+        self.pending = PendingCheckpoint(partial, step, state, groups)
+
+    def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
+        """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest that are too many.
+
+        The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
+        """
+        if self.pending is None or (files := self.pending.files(wait, timeout_s)) is None:
+            return
+        pending, self.pending = self.pending, None
+        commit(pending.partial, pending.step, pending.state, files)
+        best = pending.state["best"]
+        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep, [best["step"]] if best else [])
 
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
+        try:
+            self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)  # the run was interrupted or failed meanwhile
+        except (WorkerError, CallTimeout, OSError) as error:
+            self.console.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
         self.console.close()
         self.tracking.close()
         self.timeline_file.close()

@@ -1,7 +1,7 @@
 """What the workers around a model have in common: the engine that runs it, checkpoints and export."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -134,10 +134,24 @@ class TrainedWorker(ModelWorker):
         self.start_engine(settings.ulysses_sequence_parallel_size, settings)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
+    def save_checkpoint(self, path: str, wait: bool = True) -> None:
         """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see, and the model's
-        configuration and tokenizer."""
+        configuration and tokenizer.
+
+        Without `wait` it returns when the state is copied, and `save_result` says when the copy is written: before the
+        next save.
+        """
         self.engine.save(path)
+        if wait:
+            self.engine.saved_files(wait=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+        """The files of the last `save_checkpoint` that this rank wrote, by name: bytes and sha256.
+
+        None while they are being written, unless `wait`. Raises OSError, naming the file that cannot be written.
+        """
+        return self.engine.saved_files(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -15,6 +15,7 @@ from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.checkpoint import save_models, save_training
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
@@ -101,9 +102,9 @@ class DetachedPPOTrainer(Side):
             if step == total_steps or (save_freq > 0 and step % save_freq == 0):
                 folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
                 with self.recorder.timer("save_checkpoint"):
-                    self.learner.save(folder)
+                    save_training(self.learner.trained, folder)
                     if step == total_steps:
-                        self.learner.save_models(folder)
+                        save_models(self.learner.trained, folder)
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]

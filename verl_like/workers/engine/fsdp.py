@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,7 @@ from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
+from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
 from verl_like.workers.models.pretrained import (
@@ -101,6 +102,7 @@ class FsdpEngine(TrainingEngine):
         self.optimizer = build_optimizer(self.parameters, training.optim) if training else None
         self.training_steps = 0
         self.consecutive_skips = 0
+        self.writer = ShardWriter(dist.get_rank(), self.mesh)
         self._offload()
 
     def _shard(self, model: PackedModel) -> None:
@@ -220,9 +222,13 @@ class FsdpEngine(TrainingEngine):
     def save(self, path: str) -> None:
         if dist.get_rank() == 0:
             save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), path)
-        # What is offloaded is written from where it is, so that a rollout engine keeps its share of the device.
-        dcp.save(self._state(), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
+        # What is offloaded is copied from where it is, so that a rollout engine keeps its share of the device.
+        self.writer.begin(self._state(), Path(path))
 
+    def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
+        return self.writer.result(wait)
+
+    @torch.no_grad()
     def load(self, path: str) -> None:
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
@@ -259,7 +265,7 @@ class FsdpEngine(TrainingEngine):
         state = {"training_steps": torch.tensor(self.training_steps)}
         state["skipped_steps"] = torch.tensor(self.consecutive_skips)
         for name, parameter in self.named_parameters():
-            state[f"model.{name}"] = parameter.detach()
+            state[f"model.{name}"] = parameter
             for key, value in self.optimizer.state[parameter].items() if self.optimizer else ():
                 state[f"optimizer.{name}.{key}"] = value
         return state

@@ -1,0 +1,81 @@
+"""The loop of a trainer: steps, validations and checkpoints, and an end by SIGTERM that loses no step."""
+
+import abc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.checkpoint import begin, save_models, save_training
+from verl_like.trainer.run_recorder import RunRecorder
+
+
+class TrainingLoop(abc.ABC):
+    """What trainers have in common; a subclass says what its step and its validation are."""
+
+    config: Any
+    """A RunConfig whose `trainer` says when to validate and to save."""
+    recorder: RunRecorder
+    val_dataset: Any
+    """None, or empty, where there is nothing to validate."""
+    trained: Mapping[str, WorkerGroup]
+    """The groups whose models are trained, by the names of their folders in a checkpoint."""
+    global_step: int = 0
+
+    @abc.abstractmethod
+    def next_step(self) -> dict[str, float]:
+        """Trains on the next batch; returns the step's metrics, among them `training/epoch`."""
+
+    @abc.abstractmethod
+    def validate(self) -> dict[str, float]:
+        """The metrics of the validation set."""
+
+    def fit(self) -> None:
+        """Trains for the configured number of steps, validating before and every `test_freq`, and saves the end."""
+        trainer, recorder, total_steps = self.config.trainer, self.recorder, self.config.num_steps_of_run
+        if self.val_dataset and trainer.val_before_train and not recorder.resumed:
+            with recorder.validation():
+                metrics = self.validate()
+            recorder.log_validation(metrics)
+        recorder.saves_when_ended = True
+        while self.global_step < total_steps:
+            self.global_step += 1
+            is_last = self.global_step == total_steps
+            with recorder.step(self.global_step, total_steps) as log:
+                log(self.next_step())
+                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
+                if self.val_dataset and self.validation_is_due(is_last):
+                    with recorder.validation():
+                        metrics = self.validate()
+                    log(metrics)
+                    saves |= recorder.is_best(self.global_step, metrics)
+                saves |= recorder.is_ending
+                if saves:
+                    with recorder.timer("save_checkpoint"):
+                        partial = self.save()
+                        if is_last or recorder.is_ending:
+                            save_models(self.trained, partial)
+            if recorder.is_ending and not saves:  # SIGTERM came after the step's end
+                saves, partial = True, self.save()
+            if saves:
+                recorder.begin_checkpoint(partial, self.global_step, self.state(), self.trained)
+                if is_last or recorder.is_ending:
+                    recorder.commit_checkpoint(wait=True)
+                    if not is_last:
+                        raise KeyboardInterrupt
+
+    def validation_is_due(self, is_last: bool) -> bool:
+        """Whether this step is followed by a validation: every `test_freq`, and then the last one too."""
+        freq = self.config.trainer.test_freq
+        return freq > 0 and (is_last or self.global_step % freq == 0)
+
+    def save(self) -> Path:
+        """Copies the training state, which is written while training goes on; returns the folder of a checkpoint."""
+        self.recorder.commit_checkpoint(wait=True)  # the one before
+        folder = begin(self.recorder.run_dir, self.global_step)
+        save_training(self.trained, folder, wait=False)
+        return folder
+
+    def state(self) -> dict[str, Any]:
+        """What goes on after a resume, beside the models; JSON values."""
+        return {"global_step": self.global_step}
