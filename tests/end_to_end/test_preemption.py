@@ -17,8 +17,8 @@ from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised import run_sft
-from verl_like.trainer.supervised.config import SFTConfig, broken_sft_rules
+from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.supervised.run_supervised import KINDS
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 
 
@@ -63,8 +63,8 @@ def trainer_with(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cal
         settings = "data.train_files=t", f"trainer.default_local_dir={tmp_path}", *settings
         settings = *settings, "trainer.val_before_train=false", "trainer.total_training_steps=4"
         if request.param == "sft":
-            config = load_config(SFTConfig, broken_sft_rules, [*settings, "model.path=m"])
-            recorder = RunRecorder(config, run_sft.DISPLAY)
+            config = load_config(SFTConfig, broken_supervised_rules, [*settings, "model.path=m"])
+            recorder = RunRecorder(config, KINDS[SFTConfig].display)
             trainer = SFTWithoutModel(config, Rows(range(64)), None, None, recorder)
         else:
             settings = *settings, "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"

@@ -1,15 +1,16 @@
-"""Fine-tuning: whole runs, in one process and on Ray, and one that is continued."""
+"""Fine-tuning, a reward model and DPO: whole runs, in one process and on Ray, and those that are continued."""
 
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from runs import metrics_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -20,10 +21,15 @@ from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.main_sft import WORKERS
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised import run_sft
-from verl_like.trainer.supervised.config import SFTConfig, broken_sft_rules
+from verl_like.trainer.supervised.config import (
+    DPOConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+    broken_supervised_rules,
+)
+from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, run_supervised, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
-from verl_like.workers.supervised import SFTWorker
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '=' }}{% endfor %}"
 
@@ -38,26 +44,29 @@ def model_path(tiny_llama: Callable) -> str:
     return path
 
 
-def config_in(folder: Path, model_path: str, *settings: str) -> SFTConfig:
-    """A run on sums of one digit, of five rows a step."""
+def config_in(folder: Path, model_path: str, *settings: str, schema: type[SupervisedConfig] = SFTConfig) -> Any:
+    """A run on sums of one digit, of six rows a step; the rejected answer of a pair is a wrong one."""
     folder.mkdir(exist_ok=True)
     numbers = random.Random(0)
     pairs = [(numbers.randint(0, 9), numbers.randint(0, 9)) for _ in range(40)]
-    rows = [json.dumps({"prompt": [{"role": "user", "content": f"{a}+{b}"}], "response": str(a + b)}) for a, b in pairs]
+    rows = []
+    for a, b in pairs:
+        row = {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "response": str(a + b)}
+        rows.append(json.dumps(row | {"chosen": str(a + b), "rejected": f"{a}{b}", "margin": 0.1 * a}))
     (folder / "train.jsonl").write_text("\n".join(rows[:33]))
     (folder / "val.jsonl").write_text("\n".join(rows[33:]))
     own = [f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/val.jsonl", f"model.path={model_path}"]
     own += ["trainer.device=cpu", "data.train_batch_size=6", "training.optim.lr=3e-3", "trainer.save_freq=2"]
     own += ["training.max_token_len_per_gpu=20", f"trainer.default_local_dir={folder}/runs", "trainer.test_freq=3"]
-    return load_config(SFTConfig, broken_sft_rules, [*own, "trainer.total_training_steps=6", *settings])
+    return load_config(schema, broken_supervised_rules, [*own, "trainer.total_training_steps=6", *settings])
 
 
-def run_here(config: SFTConfig, last_step: int | None = None) -> None:
+def run_here(config: SupervisedConfig, last_step: int | None = None) -> None:
     """A run in this process, which is interrupted in the middle of the step after `last_step`."""
-    inputs = run_sft.check_inputs(config, None)
-    worker = RayClassWithInitArgs(SFTWorker, config.model, config.training, 6, config.num_steps_of_run)
-    group = LocalWorkerGroup(worker, 1, role="model")
-    recorder = RunRecorder(config, run_sft.DISPLAY, find_run(config)[0])
+    inputs, kind = check_inputs(config, None), KINDS[type(config)]
+    config = inputs.config
+    group = LocalWorkerGroup(RayClassWithInitArgs(kind.worker, *worker_arguments(config)), 1, role="model")
+    recorder = RunRecorder(config, kind.display, find_run(config)[0])
     trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
     trainer.init_workers()
     collate = inputs.train_dataset.collate
@@ -84,10 +93,13 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(tmp_path: Path, model_path: str):
-    run_here(config_in(tmp_path / "whole", model_path))
-    run_here(config_in(tmp_path / "parts", model_path), last_step=3)
-    run_here(config_in(tmp_path / "parts", model_path))
+@pytest.mark.parametrize("schema", [SFTConfig, pytest.param(RMConfig, marks=pytest.mark.proof), DPOConfig])
+def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
+    schema: type[SupervisedConfig], tmp_path: Path, model_path: str
+):
+    run_here(config_in(tmp_path / "whole", model_path, schema=schema))
+    run_here(config_in(tmp_path / "parts", model_path, schema=schema), last_step=3)
+    run_here(config_in(tmp_path / "parts", model_path, schema=schema))
     whole, parts = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "parts")
     assert whole == parts and [row["step"] for row in whole] == list(range(7))
     losses = [row["val-core/loss"] for row in whole if "val-core/loss" in row]
@@ -116,11 +128,21 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path: Path, mo
 
 
 @pytest.mark.ray
-def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(tmp_path: Path, model_path: str):
-    run_here(config_in(tmp_path / "one", model_path))
-    config = config_in(tmp_path / "two", model_path, "trainer.n_gpus_per_node=2")
-    assert run_sft.run_sft(config, worker_template.start(WORKERS)) == 0
+@pytest.mark.parametrize(
+    ("schema", "auto_class"),
+    [
+        (SFTConfig, AutoModelForCausalLM),
+        pytest.param(RMConfig, AutoModelForSequenceClassification, marks=pytest.mark.proof),
+        pytest.param(DPOConfig, AutoModelForCausalLM, marks=pytest.mark.proof),
+    ],
+)
+def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(
+    schema: type[SupervisedConfig], auto_class: Any, tmp_path: Path, model_path: str
+):
+    run_here(config_in(tmp_path / "one", model_path, schema=schema))
+    config = config_in(tmp_path / "two", model_path, "trainer.n_gpus_per_node=2", schema=schema)
+    assert run_supervised(config, worker_template.start(WORKERS)) == 0
     for one, two in zip(numbers_of(tmp_path / "one"), numbers_of(tmp_path / "two"), strict=True):
-        names = [name for name in one if name.startswith(("sft/loss", "sft/num_tokens", "sft/grad_norm", "val-core/"))]
+        names = [name for name in one if not name.startswith(("global_seqlen/", "training/"))]
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "two/runs/latest/global_step_6/model/huggingface")
+    auto_class.from_pretrained(tmp_path / "two/runs/latest/global_step_6/model/huggingface")

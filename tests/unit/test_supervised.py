@@ -13,7 +13,8 @@ from verl_like.protocol import metric_values
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import SFTConfig, broken_sft_rules
+from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.supervised.run_supervised import worker_arguments
 from verl_like.workers.supervised import SFTWorker
 
 TEMPLATE = (
@@ -93,7 +94,7 @@ def test_rows_that_cannot_be_learned_are_named(load: Callable, rows: list, setti
 
 def config_of(model_path: str, file: str, *settings: str) -> SFTConfig:
     own = [f"data.train_files={file}", f"model.path={model_path}", "trainer.device=cpu", "training.optim.lr=1e-2"]
-    return load_config(SFTConfig, broken_sft_rules, [*own, "trainer.total_training_steps=3", *settings])
+    return load_config(SFTConfig, broken_supervised_rules, [*own, "trainer.total_training_steps=3", *settings])
 
 
 @pytest.mark.parametrize("micro", [["training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=1"], []])
@@ -102,18 +103,20 @@ def test_the_loss_is_the_mean_over_the_learned_tokens_of_the_batch(
 ):
     dataset = load({"messages": messages(*CHAT)}, {"prompt": "ab", "response": "cdefghi"})
     config = config_of(model_path, "unused", "data.train_batch_size=2", *micro)
-    worker = RayClassWithInitArgs(SFTWorker, config.model, config.training, 2, 3)
+    worker = RayClassWithInitArgs(SFTWorker, *worker_arguments(config))
     group = LocalWorkerGroup(worker, 1, role="model")
     group.init_model()
     batch = dataset.collate([0, 1])
-    log_probs_BR = group.compute_log_prob(batch).get().tensors()["log_probs"]
     columns, model = batch.tensors(), AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
     with torch.no_grad():
         logits = model(input_ids=columns["input_ids"], attention_mask=columns["attention_mask"]).logits[:, :-1]
     expected_BR = (
         logits.log_softmax(-1).gather(-1, columns["input_ids"][:, 1:, None])[..., 0] * columns["response_mask"]
     )
-    torch.testing.assert_close(log_probs_BR.double(), expected_BR, rtol=1e-5, atol=1e-5)
+    for row in range(2):
+        alone = metric_values(group.evaluate(dataset.collate([row])).get().meta_info["metrics"])
+        mean = -expected_BR[row].sum() / columns["response_mask"][row].sum()
+        assert alone == {"loss": pytest.approx(mean.item(), rel=1e-5)}
     losses = [metric_values(group.update_model(batch).get().meta_info["metrics"]) for _ in range(3)]
     assert losses[0]["sft/loss"] == pytest.approx(
         (-expected_BR.sum() / columns["response_mask"].sum()).item(), rel=1e-5

@@ -12,6 +12,8 @@ from verl_like.data.rows import bad_row, read_records
 from verl_like.protocol import DataProto
 
 Message = Mapping[str, Any]
+Tokens = tuple[np.ndarray, np.ndarray]
+"""Token ids (T,) int64 of a conversation, and which of them (T,) bool are learned."""
 
 
 class ConversationDataset:
@@ -31,10 +33,15 @@ class ConversationDataset:
 
     Attributes:
         num_dropped, num_truncated: rows that were too long.
+        longest: tokens of the longest conversation that is left.
+        last_tokens: with which the conversations end.
 
     Raises:
         ValueError: files, rows, tokenizer or template that cannot be used; the message names file, row and field.
     """
+
+    what = "conversation"
+    """What a row is, for messages."""
 
     def __init__(
         self,
@@ -46,81 +53,103 @@ class ConversationDataset:
         max_samples: int = -1,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        self.tokenizer, self.template_kwargs = tokenizer, apply_chat_template_kwargs or {}
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.num_dropped = self.num_truncated = 0
-        self._rows: list[tuple[np.ndarray, np.ndarray]] = []
-        """Token ids and the mask of those that are learned, of each row."""
+        self.num_dropped = self.num_truncated = self.longest = 0
+        self.last_tokens: set[int] = set()
+        self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
         for place, record in read_records(files, max_samples):
-            ids, learned = tokens_of(messages_of(record, place), tokenizer, apply_chat_template_kwargs or {}, place)
-            if len(ids) > max_length:
+            row, columns = self.read(record, place)
+            length = max(len(ids) for ids, _ in row)
+            if length > max_length:
                 if overlong == "error":
                     raise ValueError(
-                        f"{place}: the conversation has {len(ids)} tokens, more than data.max_length={max_length}: "
+                        f"{place}: the conversation has {length} tokens, more than data.max_length={max_length}: "
                         f"raise it, or set data.overlong=drop or truncate"
                     )
                 self.num_dropped += overlong == "drop"
                 self.num_truncated += overlong == "truncate"
                 if overlong == "drop":
                     continue
-                ids, learned = ids[:max_length], learned[:max_length]
+                row = [(ids[:max_length], learned[:max_length]) for ids, learned in row]
+            self.check(row, place, f" among its first data.max_length={max_length} tokens" * (length > max_length))
+            self.longest = max(self.longest, min(length, max_length))
+            self.last_tokens |= {int(ids[-1]) for ids, _ in row}
+            self._rows.append((row, columns))
+        if not self._rows:
+            raise ValueError(f"no {self.what} of {', '.join(files)} is left ({self.num_dropped} are too long)")
+
+    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+        """The conversations of a row, and its further columns. Raises ValueError for one that cannot be used."""
+        return [tokens_of(messages_of(record, place), 0, self.tokenizer, self.template_kwargs, place)], {}
+
+    def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
+        """Raises ValueError where nothing of the row, after it was cut, is learned; `where` says if it was."""
+        for ids, learned in row:
             if not learned[1:].any():
                 raise ValueError(
                     f"{place}: none of the {len(ids)} tokens is learned: the conversation has no assistant's text"
-                    + (f" among its first data.max_length={max_length} tokens" if len(ids) == max_length else "")
+                    + where
                 )
-            self._rows.append((ids, learned))
-        if not self._rows:
-            raise ValueError(f"no conversation of {', '.join(files)} is left ({self.num_dropped} are too long)")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def collate(self, indices: Iterable[int]) -> DataProto:
-        """A batch of B rows, padded on the right to the longest, T.
+        """A batch of B rows of n conversations, which are padded on the right to the longest, T.
 
-        Returns input_ids, attention_mask, position_ids (B, T) int64, and response_mask (B, T - 1), which says of every
-        token but the first whether it is learned.
+        Returns input_ids, attention_mask, position_ids (B, n T) int64, and response_mask (B, n (T - 1)), which says of
+        every token but the first of a conversation whether it is learned; and the further columns, (B,) float32.
         """
         rows = [self._rows[index] for index in indices]
-        length = max(2, max(len(ids) for ids, _ in rows))
-        input_ids = np.full((len(rows), length), self.pad_token_id, dtype=np.int64)
+        conversations = [conversation for row, _ in rows for conversation in row]
+        length = max(2, max(len(ids) for ids, _ in conversations))
+        input_ids = np.full((len(conversations), length), self.pad_token_id, dtype=np.int64)
         attention_mask, learned = np.zeros_like(input_ids), np.zeros_like(input_ids)
-        for row, (ids, mask) in enumerate(rows):
+        for row, (ids, mask) in enumerate(conversations):
             input_ids[row, : len(ids)], attention_mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, mask
         position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0)
         columns = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         columns["response_mask"] = learned[:, 1:]
-        return DataProto.from_dict({name: torch.from_numpy(array) for name, array in columns.items()})
+        tensors = {name: torch.from_numpy(array.reshape(len(rows), -1)) for name, array in columns.items()}
+        further = {name: torch.tensor([of_row[name] for _, of_row in rows]) for name in rows[0][1]}
+        return DataProto.from_dict(tensors | further)
 
 
 def messages_of(record: Any, place: str) -> list[Message]:
     """The messages of a row. Raises ValueError for a row of another form."""
+    expected = "messages, or prompt and response"
+    if isinstance(record, dict) and record.get("messages") is not None:
+        return messages_in(record, "messages", None, place, expected)
+    answer = "response" if isinstance(record, dict) and record.get("response") is not None else "completion"
+    prompt = messages_in(record, "prompt", "user", place, expected)
+    return prompt + messages_in(record, answer, "assistant", place, expected)
+
+
+def messages_in(record: Any, field: str, role: str | None, place: str, expected: str) -> list[Message]:
+    """The messages of a field, of which a text is one of `role`. Raises ValueError for anything else."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
-    if record.get("messages") is not None:
-        turns = [("messages", record["messages"], "user")]
-    else:
-        answer = "response" if record.get("response") is not None else "completion"
-        turns = [("prompt", record.get("prompt"), "user"), (answer, record.get(answer), "assistant")]
-    messages: list[Message] = []
-    for field, value, role in turns:
-        said = [{"role": role, "content": value}] if isinstance(value, str) and field != "messages" else value
-        if not isinstance(said, list) or not said:
-            raise bad_row(
-                place, f"field {field!r}", value, f"chat messages; the row has {', '.join(record)}, expected messages, "
-                "or prompt and response"
-            )  # fmt: skip
-        for position, message in enumerate(said):
-            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise bad_row(place, f"field {field}[{position}]", message, '{"role": "user", "content": "..."}')
-            messages.append({key: text for key, text in message.items() if text is not None})
-    return messages
+    value = record.get(field)
+    said = [{"role": role, "content": value}] if isinstance(value, str) and role else value
+    if not isinstance(said, list) or not said:
+        raise bad_row(
+            place, f"field {field!r}", value, f"chat messages; the row has {', '.join(record)}, expected {expected}"
+        )
+    for position, message in enumerate(said):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise bad_row(place, f"field {field}[{position}]", message, '{"role": "user", "content": "..."}')
+    return [{key: text for key, text in message.items() if text is not None} for message in said]
 
 
 def tokens_of(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], place: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (T,) int64 of the conversation, and which of them (T,) bool an assistant writes.
+    messages: Sequence[Message],
+    first: int,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    place: str,
+) -> Tokens:
+    """The conversation, of which is learned what an assistant writes in messages from `first` on.
 
     Raises ValueError where the template changes earlier turns by later ones, or fails.
     """
@@ -137,7 +166,7 @@ def tokens_of(
 
     text, spans = render(len(messages)), []
     for count, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and count >= first:
             begun, ended = render(count, add_generation_prompt=True), render(count + 1)
             if not (text.startswith(ended) and ended.startswith(begun)):
                 raise ValueError(

@@ -1,42 +1,56 @@
-"""A language model that learns from conversations: the likelihood of what assistants write."""
+"""Models that learn from examples: a language model from conversations, a reward model and DPO's policy from pairs."""
+
+from typing import ClassVar
 
 import torch
 
-from verl_like.protocol import DataProto, Metric
+from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
+from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_like.workers.config.supervised import SupervisedModelConfig, TrainingConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig
+from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig, TrainingConfig
+from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroMetrics,
     MiniBatch,
     Rows,
     UpdateSchedule,
+    forward,
+    read_metrics,
     to_rows,
     update,
 )
 from verl_like.workers.model_worker import TrainedWorker
-from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packed_models import PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import MicroBatching, num_rows_per_rank
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
+COLUMNS_READ = (*SEQUENCE_COLUMNS, "margin?")
 
 
-class SFTWorker(TrainedWorker):
-    """One rank of a model that is fine-tuned on conversations.
+class SupervisedWorker(TrainedWorker):
+    """One rank of a model that learns from examples; a subclass has its loss in `losses`.
 
-    `batch_size` rows over all ranks are one optimizer step.
+    `batch_size` rows over all ranks are one optimizer step. `seed`, the run's, is for a new head.
     """
 
-    model_class = PolicyModel
     model_key = "model"
+    prefix: ClassVar[str]
+    """Of the names of metrics."""
 
     def __init__(
-        self, model: SupervisedModelConfig, training: TrainingConfig, batch_size: int, total_training_steps: int
+        self,
+        model: SupervisedModelConfig,
+        training: TrainingConfig,
+        batch_size: int,
+        total_training_steps: int,
+        seed: int,
     ) -> None:
         super().__init__()
         self.model_config, self.fsdp_config, self.training = model, model.fsdp_config, training
-        self.batch_size, self.total_training_steps = batch_size, total_training_steps
+        self.batch_size, self.total_training_steps, self.new_head_seed = batch_size, total_training_steps, seed
         self.micro_batching = MicroBatching(
             training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz
         )
@@ -50,30 +64,113 @@ class SFTWorker(TrainedWorker):
         self.schedule = UpdateSchedule(rows, self.micro_batching, epochs=1)
         self.start_engine(self.training.ulysses_sequence_parallel_size, self.training)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS)
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
     def update_model(self, data: DataProto) -> DataProto:
         """One optimizer step on the batch; returns the metrics."""
-        rows = to_rows(data, self.device)
-        metrics = update(self.engine, rows, self.schedule, self.loss, prefix="sft", part=(1, 1))
+        metrics = update(self.engine, self.rows_of(data), self.schedule, self.loss, prefix=self.prefix, part=(1, 1))
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["log_probs"])
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability of each learned token under the present model, (B, R) float32."""
-        return self.infer(
-            data, ["log_probs"], self.micro_batching, lambda micro: (self._log_probs(micro),), phase="sft_infer"
-        )
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
+    def evaluate(self, data: DataProto) -> DataProto:
+        """The metrics of the batch under the present model: `loss`, and those of an update without their prefix."""
+        parts: list[MicroMetrics] = []
+
+        def measure(micro: Rows) -> tuple[()]:
+            losses, values = self.losses(micro)
+            parts.append(_means(values | {"loss": losses}, micro))
+            return ()
+
+        forward(self.engine, self.rows_of(data), self.micro_batching, measure)
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": merge_metrics(read_metrics(parts))})
+
+    def rows_of(self, data: DataProto) -> Rows:
+        """The batch on the device, with what the loss needs besides."""
+        return to_rows(data, self.device)
 
     def loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in -1/N sum log p(token | those before), over the N learned tokens of the batch."""
-        log_probs_BR = self._log_probs(micro)
-        loss = -log_probs_BR.sum() / mini_batch.num_tokens
-        num_tokens = micro["response_mask"].sum()
-        metrics = {"sft/num_tokens": DeviceMetric((num_tokens,), Metric.sum)}
-        return loss, metrics
+        """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of the whole batch."""
+        losses, values = self.losses(micro)
+        count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
+        metrics = {f"{self.prefix}/{name}": metric for name, metric in _means(values, micro).items()}
+        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((micro["response_mask"].sum(),), Metric.sum)
+        return losses.sum() / count, metrics
 
-    def _log_probs(self, micro: Rows) -> torch.Tensor:
-        """(b, R) float32, 0 where nothing is learned."""
-        packed = self.engine.pack(micro)
-        (log_probs,) = self.engine.run(packed, 1.0)
-        return packed.unpack(log_probs)
+    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of each learned token, (b, R) and 0 elsewhere, or of each row, (b,); and metrics of that shape."""
+        raise NotImplementedError
+
+
+class SFTWorker(SupervisedWorker):
+    """One rank of a language model that is fine-tuned on conversations."""
+
+    model_class = PolicyModel
+    prefix = "sft"
+
+    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """-log p(token | those before) of each learned token, (b, R)."""
+        return -_log_probs(self.engine, micro), {}
+
+
+class RMWorker(SupervisedWorker):
+    """One rank of a reward model, which is trained on pairs of conversations as `PreferenceDataset` collates them."""
+
+    model_class = RewardModel
+    prefix = "rm"
+
+    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """-log sigmoid(r_c - r_r - margin) of each pair, (b,); a reward is read at a conversation's last token."""
+        chosen_B, rejected_B = self.engine.run(self.engine.pack(_of_pairs(micro))).view(-1, 2).unbind(1)
+        return pairwise_loss(chosen_B - rejected_B - micro["margin"]), preference_metrics(chosen_B, rejected_B)
+
+
+class DPOWorker(SupervisedWorker):
+    """One rank of a policy that is trained on pairs, and of its reference: the model as it was at the start."""
+
+    model_class = PolicyModel
+    prefix = "dpo"
+    training: DPOTrainingConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model twice; the reference has the data type in which layers compute."""
+        trained = self.fsdp_config
+        self.fsdp_config = ForwardFsdpConfig(dtype=trained.dtype, param_offload=trained.param_offload)
+        self.start_engine(self.training.ulysses_sequence_parallel_size)
+        self.reference, self.fsdp_config = self.engine, trained
+        super().init_model()
+
+    def rows_of(self, data: DataProto) -> Rows:
+        """With `reference_log_probs` (B, 2)."""
+        rows = super().rows_of(data)
+        log_probs = forward(
+            self.reference, rows, self.micro_batching, lambda micro: (_answer_log_probs(self.reference, micro),)
+        )
+        return rows | {"reference_log_probs": log_probs[0].to(self.device)}
+
+    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss `training.loss_type` of each pair, (b,). The reward of an answer is beta log(pi / reference)."""
+        log_ratios_B2 = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
+        chosen_B, rejected_B = log_ratios_B2.unbind(1)
+        beta, loss = self.training.beta, DPO_LOSSES[self.training.loss_type]
+        losses_B = loss(chosen_B - rejected_B, beta, self.training.label_smoothing)
+        return losses_B, preference_metrics(beta * chosen_B, beta * rejected_B)
+
+
+def _means(values: dict[str, torch.Tensor], micro: Rows) -> MicroMetrics:
+    return {name: DeviceMetric.of(name, value, micro["response_mask"]) for name, value in values.items()}
+
+
+def _of_pairs(micro: Rows) -> Rows:
+    """The conversations of b pairs, (2b, T): each chosen one before its rejected one."""
+    return {name: micro[name].reshape(2 * len(micro[name]), -1) for name in SEQUENCE_COLUMNS}
+
+
+def _log_probs(engine: TrainingEngine, micro: Rows) -> torch.Tensor:
+    """(b, R) float32, 0 where nothing is learned."""
+    packed = engine.pack(micro)
+    return packed.unpack(engine.run(packed, 1.0)[0])
+
+
+def _answer_log_probs(engine: TrainingEngine, micro: Rows) -> torch.Tensor:
+    """Log-probability of the chosen and of the rejected answer of each pair, (b, 2) float32."""
+    return _log_probs(engine, _of_pairs(micro)).sum(-1).view(-1, 2)

@@ -7,31 +7,31 @@ from pydantic import BeforeValidator, Field, Strict
 
 from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
-from verl_like.workers.config.supervised import SupervisedModelConfig, TrainingConfig
+from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig, TrainingConfig
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
 
 
-class ConversationsConfig(ConfigModel):
-    """Conversations: where they are and how they become batches."""
+class ExamplesConfig(ConfigModel):
+    """Conversations, or pairs of them: where they are and how they become batches."""
 
     train_files: Annotated[Paths, Field(min_length=1)]
-    """Training conversations: one file or a list of files (parquet, JSON, JSONL), whose rows have messages, or prompt
-    and response."""
+    """Training rows: one file or a list of files (parquet, JSON, JSONL). Conversations have messages, or prompt and
+    response; pairs have prompt, chosen and rejected."""
     val_files: Paths = ()
-    """Validation conversations: one file or a list of files; none means no validation."""
+    """Validation rows: one file or a list of files; none means no validation."""
     max_length: PositiveInt = 2048
     """Longest conversation in tokens."""
     overlong: Literal["error", "drop", "truncate"] = "error"
-    """What a longer conversation does: error, it is left out, or it is cut at its end."""
+    """What a row with a longer one does: error, it is left out, or what is too long is cut at its end."""
     train_batch_size: PositiveInt = 64
-    """Conversations of one training step, which is one optimizer step, over all ranks."""
+    """Rows of one training step, which is one optimizer step, over all ranks."""
     shuffle: bool = True
-    """Draw the conversations of an epoch in random order, a function of trainer.seed and the epoch."""
+    """Draw the rows of an epoch in random order, a function of trainer.seed and the epoch."""
     train_max_samples: MinusOneOrPositive = -1
-    """Use only the first training conversations; -1 means all."""
+    """Use only the first training rows; -1 means all."""
     val_max_samples: MinusOneOrPositive = -1
-    """Use only the first validation conversations; -1 means all."""
+    """Use only the first validation rows; -1 means all."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
 
@@ -39,8 +39,6 @@ class ConversationsConfig(ConfigModel):
 class SupervisedTrainerConfig(RecordConfig):
     """The run."""
 
-    experiment_name: str = "sft"
-    """Names the run in trackers and in the output folder."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Where workers compute."""
     nnodes: PositiveInt = 1
@@ -66,12 +64,13 @@ class SupervisedTrainerConfig(RecordConfig):
     """Seconds one call of the worker group may take before the run stops."""
 
 
-class SFTConfig(RunConfig):
-    """The whole configuration of supervised fine-tuning."""
+class SupervisedConfig(RunConfig):
+    """The whole configuration of training on examples."""
 
-    base_name: ClassVar[str] = "sft_trainer"
+    with_language_head: ClassVar[bool] = True
+    """Whether the model computes log-probabilities."""
 
-    data: ConversationsConfig
+    data: ExamplesConfig
     model: SupervisedModelConfig
     training: TrainingConfig = TrainingConfig()
     trainer: SupervisedTrainerConfig
@@ -85,7 +84,45 @@ class SFTConfig(RunConfig):
         return self.trainer.total_training_steps or 0
 
 
-def broken_sft_rules(config: SFTConfig) -> Iterator[str]:
+class SFTTrainerConfig(SupervisedTrainerConfig):
+    experiment_name: str = "sft"
+
+
+class SFTConfig(SupervisedConfig):
+    """Of supervised fine-tuning."""
+
+    base_name: ClassVar[str] = "sft_trainer"
+
+    trainer: SFTTrainerConfig
+
+
+class RMTrainerConfig(SupervisedTrainerConfig):
+    experiment_name: str = "rm"
+
+
+class RMConfig(SupervisedConfig):
+    """Of training a reward model."""
+
+    base_name: ClassVar[str] = "rm_trainer"
+    with_language_head: ClassVar[bool] = False
+
+    trainer: RMTrainerConfig
+
+
+class DPOTrainerConfig(SupervisedTrainerConfig):
+    experiment_name: str = "dpo"
+
+
+class DPOConfig(SupervisedConfig):
+    """Of direct preference optimization."""
+
+    base_name: ClassVar[str] = "dpo_trainer"
+
+    training: DPOTrainingConfig = DPOTrainingConfig()
+    trainer: DPOTrainerConfig
+
+
+def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     """A sentence for each rule that the configuration breaks."""
     metric = config.trainer.best_ckpt_metric
     if metric is not None and not config.data.val_files:
@@ -101,3 +138,7 @@ def broken_sft_rules(config: SFTConfig) -> Iterator[str]:
             f"data.train_batch_size={config.data.train_batch_size} does not divide by {ranks // shared}, the "
             f"{ranks} ranks over those that share a sequence: every rank gets as many rows"
         )
+    if shared > 1 and not config.with_language_head:
+        yield (f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole sequences; set it to 1")
+    if isinstance(config, DPOConfig) and config.training.loss_type == "ipo" and config.training.label_smoothing:
+        yield f"training.label_smoothing={config.training.label_smoothing} has no effect on ipo: set it to 0"

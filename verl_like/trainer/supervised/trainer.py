@@ -9,7 +9,7 @@ from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import SFTConfig
+from verl_like.trainer.supervised.config import SupervisedConfig
 from verl_like.trainer.training_loop import TrainingLoop
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
@@ -28,11 +28,11 @@ class Dataset(Protocol):
 class SupervisedTrainer(TrainingLoop):
     """Minimises the loss of the worker on batches of examples; each training step is one optimizer step.
 
-    `group` has the methods `init_model`, `update_model`, `compute_log_prob`, `save_hf`, `save_checkpoint`,
-    `save_result` and `load_checkpoint`.
+    `group` has the methods `init_model`, `update_model`, `evaluate`, `save_hf`, `save_checkpoint`, `save_result` and
+    `load_checkpoint`.
     """
 
-    config: SFTConfig
+    config: SupervisedConfig
     train_dataset: Dataset
     val_dataset: Dataset | None
     group: WorkerGroup
@@ -42,7 +42,8 @@ class SupervisedTrainer(TrainingLoop):
         data, trainer = self.config.data, self.config.trainer
         self.sampler = EpochSampler(len(self.train_dataset), data.train_batch_size, trainer.seed, data.shuffle)
         self.trained = {"model": self.group}
-        self.model_cost = ModelCost.of(load_hf_config(self.config.model, key="model"))
+        hf_config = load_hf_config(self.config.model, key="model")
+        self.model_cost = ModelCost.of(hf_config, with_head=self.config.with_language_head)
 
     def init_workers(self) -> None:
         """Loads the model, of a resumed run with the weights of its checkpoint."""
@@ -68,12 +69,12 @@ class SupervisedTrainer(TrainingLoop):
         return metric_values(merge_metrics([own, update.get().meta_info["metrics"]]))
 
     def validate(self) -> dict[str, float]:
-        """`val-core/loss`: mean of -log p over the learned tokens of the validation set."""
+        """The means of `evaluate` over the validation set: loss and accuracy as `val-core/`, others as `val-aux/`."""
         assert self.val_dataset
-        total, num_tokens, size = 0.0, 0.0, self.config.data.train_batch_size
-        for start in range(0, len(self.val_dataset), size):
-            batch = self.val_dataset.collate(range(start, min(start + size, len(self.val_dataset))))
-            log_probs_BR = self.group.compute_log_prob(batch).get().tensors()["log_probs"]
-            total -= log_probs_BR.double().sum().item()
-            num_tokens += batch.tensors()["response_mask"].sum().item()
-        return {"val-core/loss": total / num_tokens}
+        size, num_rows = self.config.data.train_batch_size, len(self.val_dataset)
+        parts = []
+        for start in range(0, num_rows, size):
+            batch = self.val_dataset.collate(range(start, min(start + size, num_rows)))
+            parts.append(self.group.evaluate(batch).get().meta_info["metrics"])
+        merged = metric_values(merge_metrics(parts))
+        return {f"val-{'core' if name in ('loss', 'accuracy') else 'aux'}/{name}": merged[name] for name in merged}

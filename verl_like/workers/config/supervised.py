@@ -1,10 +1,10 @@
 """Settings of a model that learns from examples."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_like.config_model import ConfigModel, Follows, PositiveInt
+from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
 from verl_like.workers.config.engine import OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import PolicyModelConfig, TrainingDtype
 
@@ -12,7 +12,7 @@ from verl_like.workers.config.models import PolicyModelConfig, TrainingDtype
 class SupervisedOptimConfig(OptimConfig):
     """AdamW for examples."""
 
-    lr: Annotated[float, Field(ge=0)] = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """Peak learning rate."""
 
 
@@ -43,3 +43,22 @@ class TrainingConfig(ConfigModel):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     optim: SupervisedOptimConfig = SupervisedOptimConfig()
+
+
+class DPOOptimConfig(SupervisedOptimConfig):
+    """AdamW for a policy that stays near its reference."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+
+
+class DPOTrainingConfig(TrainingConfig):
+    """How a batch of pairs becomes an optimizer step of a policy."""
+
+    optim: DPOOptimConfig = DPOOptimConfig()
+    loss_type: Literal["dpo", "ipo"] = "dpo"
+    """Loss of a pair: dpo (arXiv:2305.18290; conservative DPO with label_smoothing) or ipo (arXiv:2310.12036)."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How near the policy stays to the reference: beta of DPO, tau of IPO."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of dpo: probability that a label is wrong."""

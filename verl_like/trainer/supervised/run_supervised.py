@@ -1,0 +1,155 @@
+"""Training on examples for the run shell: what is its own of a run, and of each of its kinds."""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from verl_like.data.conversations import ConversationDataset
+from verl_like.data.preferences import PreferenceDataset
+from verl_like.data.sampler import EpochSampler
+from verl_like.single_controller.ray.resource_pool import RayResourcePool
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from verl_like.trainer.display import Display
+from verl_like.trainer.run import run
+from verl_like.trainer.run_recorder import RunRecorder, placement_rows
+from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.supervised.trainer import SupervisedTrainer
+from verl_like.trainer.worker_template import WorkerTemplate
+from verl_like.workers.models.pretrained import fetch_weights, load_hf_config, load_tokenizer
+from verl_like.workers.supervised import DPOWorker, RMWorker, SFTWorker, SupervisedWorker
+
+
+def display_of(prefix: str, unit: str, *charts: tuple[str, tuple[str, ...], str]) -> Display:
+    """What is shown of a run whose metrics begin with `prefix`; `unit` is the loss's."""
+    return Display(
+        step_line=(
+            ("loss", (f"{prefix}/loss",), "{:.4f}"),
+            ("acc", (f"{prefix}/accuracy",), "{:.3f}"),
+            ("lr", (f"{prefix}/lr",), "{:.1e}"),
+            ("grad", (f"{prefix}/grad_norm",), "{:.2f}"),
+            ("tok/s", ("perf/total_throughput",), "{:,.0f}"),
+        ),
+        phases=("update_model", "testing", "save_checkpoint"),
+        stages=(("update_model",), ()),
+        charts=(
+            ("Validation", ("val-core/",), ""),
+            ("Loss", (f"{prefix}/loss",), unit),
+            *charts,
+            ("Gradient norm", (f"{prefix}/grad_norm",), ""),
+            ("Seconds a step", ("timing_s/step",), "s"),
+        ),
+    )
+
+
+def display_of_pairs(prefix: str) -> Display:
+    rewards = tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin"))
+    calibration = (f"{prefix}/accuracy", f"{prefix}/confidence")
+    return display_of(prefix, "nats per pair", ("Rewards", rewards, ""), ("Accuracy", calibration, "share"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one way of training on examples has of its own."""
+
+    worker: type[SupervisedWorker]
+    dataset: type[ConversationDataset]
+    display: Display
+
+
+KINDS: dict[type[SupervisedConfig], Kind] = {
+    SFTConfig: Kind(SFTWorker, ConversationDataset, display_of("sft", "nats per learned token")),
+    RMConfig: Kind(RMWorker, PreferenceDataset, display_of_pairs("rm")),
+    DPOConfig: Kind(DPOWorker, PreferenceDataset, display_of_pairs("dpo")),
+}
+
+
+@dataclass(frozen=True)
+class SupervisedInputs:
+    """What training needs, checked."""
+
+    config: SupervisedConfig
+    train_dataset: ConversationDataset
+    val_dataset: ConversationDataset | None
+    notes: tuple[str, ...]
+
+
+def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = None) -> int:
+    """Trains on examples; returns the exit code."""
+    return run(config, check_inputs, fit, KINDS[type(config)].display, template)
+
+
+def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
+    """Checks model and data and fills in the number of training steps; raises ValueError."""
+    hf_config = load_hf_config(config.model, key="model")
+    fetch_weights(config.model, key="model")
+    data, dataset = config.data, KINDS[type(config)].dataset
+    tokenizer = load_tokenizer(config.model)
+    load = partial(
+        dataset,
+        tokenizer=tokenizer,
+        max_length=data.max_length,
+        overlong=data.overlong,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    train = load(data.train_files, max_samples=data.train_max_samples)
+    val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
+    datasets = [train, val] if val else [train]
+    longest = max(one.longest for one in datasets)
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > positions:
+        raise ValueError(
+            f"a conversation has {longest} tokens, but the model at model.path={config.model.path} has {positions} "
+            f"positions: set data.max_length={positions} and data.overlong=drop or truncate, or take another model."
+        )
+    if isinstance(config, RMConfig):
+        config = with_padding_token(config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets)))
+    sampler = EpochSampler(len(train), data.train_batch_size, config.trainer.seed, data.shuffle)
+    if config.trainer.total_training_steps is None:
+        steps = sampler.num_batches_per_epoch * config.trainer.total_epochs
+        config = config.updated({"trainer.total_training_steps": steps})
+    too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
+    notes = [f"{len(train):,} training {dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"]
+    notes += [f"{len(val):,} validation {dataset.what}s"] if val else []
+    return SupervisedInputs(config, train, val, tuple(notes))
+
+
+def with_padding_token(
+    config: RMConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, last_tokens: set[int]
+) -> RMConfig:
+    """Names the padding token in the model's configuration, behind which transformers looks for the last token.
+
+    Raises ValueError for one that conversations end with.
+    """
+    given = getattr(hf_config, "pad_token_id", None)
+    pad_token_id = tokenizer.pad_token_id if given is None else given
+    if pad_token_id in last_tokens:
+        raise ValueError(
+            f"conversations end with the padding token {pad_token_id} ({tokenizer.decode([pad_token_id])!r}) of "
+            f"model.path={config.model.path}, so that transformers would read the reward at another token: set "
+            "model.override_config.pad_token_id to a token that ends none."
+        )
+    override = {**config.model.override_config, "pad_token_id": pad_token_id}
+    return config.updated({"model.override_config": override})
+
+
+def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
+    """Starts the workers and trains to the end."""
+    config, trainer = inputs.config, inputs.config.trainer
+    worker = RayClassWithInitArgs(KINDS[type(config)].worker, *worker_arguments(config))
+    pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, trainer.device == "cuda", "model_pool")
+    group = RayWorkerGroup(
+        pool, worker, role="model", deadline_s=trainer.call_timeout_s, on_call=recorder.timeline.record
+    )
+    recorder.show_placement(placement_rows([("model_pool", ["model"], group)]))
+    training = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
+    training.init_workers()
+    training.fit()
+
+
+def worker_arguments(config: SupervisedConfig) -> tuple[Any, ...]:
+    """Of the constructor of every `SupervisedWorker`."""
+    steps, seed = config.num_steps_of_run, config.trainer.seed
+    return config.model, config.training, config.data.train_batch_size, steps, seed
