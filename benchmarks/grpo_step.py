@@ -91,7 +91,7 @@ def overrides(folder: str, num_steps: int) -> list[str]:
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         "actor_rollout_ref.actor.optim.weight_decay=0.0",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={world.NUM_PROMPTS}",
-        "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",  # data parallel, as TRL is
+        "actor_rollout_ref.actor.fsdp_config.strategy=ddp",  # data parallel, as TRL is
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         f"actor_rollout_ref.rollout.n={world.SAMPLES_PER_PROMPT}",

@@ -36,12 +36,13 @@ def test_every_key_is_documented():
 
 
 # Read where the configuration is resolved: by the presets, as what clip_ratio_low and clip_ratio_high mean by null, and
-# by the properties attn_implementation, hf_overrides, tokenizer and reward_models_by_role.
+# by the properties attn_implementation, hf_overrides, tokenizer, num_shards and reward_models_by_role.
 READ_BY_THE_CONFIGURATION = {
     "reward_models",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "actor_rollout_ref.actor.clip_ratio",
+    *("actor_rollout_ref.actor.fsdp_config.fsdp_size", "critic.model.fsdp_config.fsdp_size"),
     "actor_rollout_ref.model.tokenizer_path",
     *(f"{part}.override_config" for part in ("actor_rollout_ref.model", "critic.model", "reward_model.model")),
 }

@@ -55,13 +55,12 @@ def start(
     processes: Sequence[Sequence[str]],
     of: str,
     trainer: JointTrainer | None,
-    fsdp_size: int,
+    sharding: dict[str, Any],
 ) -> Iterator[Groups]:
     """The worker groups of one driver: a set of processes for each entry of `processes`. `of` makes names unique."""
     num_trainers = trainer.count if trainer else 1
-    sharded = {"fsdp_size": fsdp_size}
     rows = {"prompts": ROWS // 2 // num_trainers, "micro": 1}
-    policy = policy_config(model, fsdp=sharded, **rows, **OBJECTIVE, ppo_epochs=2)
+    policy = policy_config(model, fsdp=sharding, **rows, **OBJECTIVE, ppo_epochs=2)
     critic = critic_config(model, **rows, ppo_epochs=2)
     critic = critic.model_copy(
         update={"model": critic.model.model_copy(update={"fsdp_config": policy.actor.fsdp_config})}
@@ -135,17 +134,22 @@ def train(trainers: Sequence[Groups], num_ranks: int, folder: Path) -> Trained:
     return Trained(metrics, exports, saved["actor"], saved["critic"])
 
 
-def train_alone(model: str, num_ranks: int, fsdp_size: int, folder: Path) -> Trained:
-    with start(model, num_ranks, [["actor", "critic"]], "one", None, fsdp_size) as groups:
+def train_alone(model: str, num_ranks: int, sharding: dict[str, Any], folder: Path) -> Trained:
+    with start(model, num_ranks, [["actor", "critic"]], "one", None, sharding) as groups:
         return train([groups], num_ranks, folder)
 
 
 def train_jointly(
-    model: str, store: dist.TCPStore, num_ranks: int, processes: Sequence[Sequence[str]], folder: Path
+    model: str,
+    store: dist.TCPStore,
+    num_ranks: int,
+    processes: Sequence[Sequence[str]],
+    sharding: dict[str, Any],
+    folder: Path,
 ) -> Trained:
     with contextlib.ExitStack() as stack:
         trainers = [
-            stack.enter_context(start(model, num_ranks, processes, str(folder), trainer, -1))
+            stack.enter_context(start(model, num_ranks, processes, str(folder), trainer, sharding))
             for trainer in joint_trainers(2, store)
         ]
         return train(trainers, num_ranks, folder)
@@ -169,8 +173,8 @@ def assert_same_training(joint: Trained, alone: Trained) -> None:
 
 
 def test_two_trainers_learn_the_same_as_one_group_of_two_ranks(model: str, store: dist.TCPStore, tmp_path: Path):
-    joint = train_jointly(model, store, 1, [["actor", "critic"]], tmp_path / "joint")
-    alone = train_alone(model, 2, 1, tmp_path / "alone")
+    joint = train_jointly(model, store, 1, [["actor", "critic"]], {"strategy": "single"}, tmp_path / "joint")
+    alone = train_alone(model, 2, {"strategy": "ddp"}, tmp_path / "alone")
     assert_same_training(joint, alone)
     # What an update from a checkpoint does is what it did before, of the actor and of the critic.
     for before, again in zip(joint.metrics[2:4], joint.metrics[4:], strict=True):
@@ -178,20 +182,40 @@ def test_two_trainers_learn_the_same_as_one_group_of_two_ranks(model: str, store
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("num_ranks", "processes"), [(2, [["actor", "critic"]]), (1, [["actor"], ["critic"]])], ids=["shards", "pools"]
-)
-def test_trainers_of_several_ranks_or_pools_learn_the_same_as_one_group(
-    model: str, store: dist.TCPStore, tmp_path: Path, num_ranks: int, processes: list[list[str]]
+def test_trainers_with_several_pools_learn_the_same_as_one_group(model: str, store: dist.TCPStore, tmp_path: Path):
+    joint = train_jointly(model, store, 1, [["actor"], ["critic"]], {}, tmp_path / "joint")
+    assert_same_training(joint, train_alone(model, 2, {"strategy": "ddp"}, tmp_path / "alone"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(model: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train_alone(model, 1, {"strategy": "single"}, tmp_path_factory.mktemp("one_rank"))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_trainers_of_two_ranks_learn_the_same_under_every_strategy(
+    model: str, store: dist.TCPStore, tmp_path: Path, one_rank: Trained, strategy: str, offload: bool
 ):
-    joint = train_jointly(model, store, num_ranks, processes, tmp_path / "joint")
-    assert_same_training(joint, train_alone(model, 2 * num_ranks, num_ranks, tmp_path / "alone"))
+    sharding = {"strategy": strategy, "param_offload": offload, "optimizer_offload": offload}
+    joint = train_jointly(model, store, 2, [["actor", "critic"]], sharding, tmp_path / "joint")
+    # One group of four ranks has two copies, as two trainers have.
+    copies = {} if strategy == "ddp" else {"fsdp_size": 2}
+    assert_same_training(joint, train_alone(model, 4, sharding | copies, tmp_path / "alone"))
+    for role in ("actor", "critic"):
+        got, expected = getattr(joint, role), getattr(one_rank, role)
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-5)
+    for metrics, of_one in zip(joint.metrics, one_rank.metrics, strict=True):
+        for name in [name for name in of_one if "perf/" not in name]:
+            assert metrics[name] == pytest.approx(of_one[name], rel=1e-5, abs=1e-5), name
 
 
 def test_what_trainers_do_not_have_in_common_is_refused(model: str, store: dist.TCPStore):
     with contextlib.ExitStack() as stack:
         trainers = [
-            stack.enter_context(start(model, 1, [["critic"]], "uneven", trainer, -1))
+            stack.enter_context(start(model, 1, [["critic"]], "uneven", trainer, {}))
             for trainer in joint_trainers(2, store)
         ]
         together(trainers, "critic", "init_model")
@@ -212,7 +236,7 @@ def shorten_deadline(worker: CriticWorker) -> DataProto:
 
 
 def test_a_trainer_that_never_comes_is_named(model: str, store: dist.TCPStore):
-    with start(model, 1, [["critic"]], "missing", joint_trainers(3, store)[1], -1) as groups:
+    with start(model, 1, [["critic"]], "missing", joint_trainers(3, store)[1], {}) as groups:
         groups["critic"].execute_with_func_generator(shorten_deadline)
         with pytest.raises(WorkerError, match=r"trainer\(s\) \[0, 2\] of 3 did not bring 1 rank\(s\) of critic"):
             groups["critic"].init_model()

@@ -292,6 +292,18 @@ def test_parameter_shards_divide_the_pool():
     assert small("critic.model.fsdp_config.fsdp_size=2").critic.model.fsdp_config.fsdp_size == 2
 
 
+@pytest.mark.parametrize("fsdp", ["actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"])
+def test_a_strategy_goes_with_its_pool_and_its_shards(fsdp: str):
+    message = refusal(f"{fsdp}.strategy=single")
+    assert f"{fsdp}.strategy=single is for one process, and the pool global_pool has 4; set ddp" in message
+    assert small(f"{fsdp}.strategy=single", "trainer.n_gpus_per_node=1")
+    assert "strategy=ddp with fsdp_size=2: single and ddp have" in refusal(
+        f"{fsdp}.strategy=ddp", f"{fsdp}.fsdp_size=2"
+    )
+    assert "strategy=zero3 with fsdp_size=1: " in refusal(f"{fsdp}.fsdp_size=1")
+    assert "zero1" in refusal(f"{fsdp}.strategy=zero4")
+
+
 def test_grpo_needs_several_responses_to_a_prompt():
     assert "rollout.n=1" in refusal("algorithm.adv_estimator=grpo")
 

@@ -78,11 +78,12 @@ def test_no_more_layers_are_gathered_than_there_are(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["fsdp_config.reshard_after_forward=false"], {"gradients": 4, "gathered layers": 2, "actor Adam": 8 / 4}),
-        (["fsdp_config.fsdp_size=1"], {"gradients": 4, "gathered layers": 2, "actor weights": 4, "actor Adam": 8}),
+        (["fsdp_config.strategy=zero1"], {"gradients": 4, "gathered layers": 2, "actor Adam": 8 / 4}),
+        (["fsdp_config.strategy=ddp"], {"gradients": 4, "gathered layers": 2, "actor weights": 4, "actor Adam": 8}),
+        (["fsdp_config.strategy=zero2"], {"gradients": 4 / 4, "gathered layers": 2, "actor weights": 4 / 4}),
         (["fsdp_config.model_dtype=bfloat16"], {"gradients": 6 / 4, "actor weights": 2 / 4, "actor Adam": 4 / 4}),
         (
-            ["fsdp_config.model_dtype=bfloat16", "fsdp_config.fsdp_size=1"],
+            ["fsdp_config.model_dtype=bfloat16", "fsdp_config.strategy=ddp"],
             {"gradients": 4, "gathered layers": 2, "actor weights": 2, "actor Adam": 4},
         ),
         (["fsdp_config.optimizer_offload=true"], {"actor weights": 4 / 4, "actor Adam": None}),

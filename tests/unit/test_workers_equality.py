@@ -34,8 +34,8 @@ from verl_like.workers.planning.partition import require_shares_of_heads
 ROWS = 16
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
 BUDGET = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20}
-REPLICATED = {"fsdp": {"fsdp_size": 1}}
-WHOLE = {"fsdp": {"reshard_after_forward": False}}
+REPLICATED = {"fsdp": {"strategy": "ddp"}}
+WHOLE = {"fsdp": {"strategy": "zero1"}}
 BFLOAT16 = {"fsdp": {"model_dtype": "bfloat16"}}
 OFFLOAD = {"fsdp": {"param_offload": True, "optimizer_offload": True}, "model": {"enable_activation_offload": True}}
 SHARED_BY_2 = {"ulysses_sequence_parallel_size": 2}

@@ -233,7 +233,7 @@ def test_offloading_changes_no_number(model_path):
 
 
 def test_parameters_that_stay_gathered_are_never_stale(model_path, tmp_path):
-    data, settings = make_batch(), {"fsdp": {"reshard_after_forward": False}, "micro": 3}
+    data, settings = make_batch(), {"fsdp": {"strategy": "zero1"}, "micro": 3}
     group, reference = actor_group(model_path, **settings), actor_group(model_path)
     path = str(tmp_path / "checkpoint")
     group.save_checkpoint(path)

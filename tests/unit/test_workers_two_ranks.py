@@ -38,7 +38,7 @@ from verl_like.workers.weight_transfer.direct import (
     receive_chunks,
 )
 
-LAYOUTS = {"sharded": -1, "replicated": 1}
+LAYOUTS = {"sharded": "zero3", "replicated": "ddp"}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True}
 BUDGET = 12
@@ -91,8 +91,8 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     out, model = Path(folder), str(Path(folder, "model"))
     data = padded_half(make_batch(rows=7), rank)
-    for layout, fsdp_size in LAYOUTS.items():
-        worker = ActorWorker(policy_config(model, micro=3, fsdp={"fsdp_size": fsdp_size}, **OBJECTIVE))
+    for layout, strategy in LAYOUTS.items():
+        worker = ActorWorker(policy_config(model, micro=3, fsdp={"strategy": strategy}, **OBJECTIVE))
         worker.init_model()
         log_probs = worker.compute_log_prob(data).batch["old_log_probs"]
         gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data))

@@ -124,7 +124,7 @@ class TrainingRole:
     def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
         """During a pass, in addition to `at_rest`."""
         size, itemsize = self.size, getattr(torch, self.fsdp.dtype).itemsize
-        is_whole = self.shards == 1 or not self.fsdp.reshard_after_forward
+        is_whole = self.shards == 1 or self.fsdp.strategy != "zero3"
         # All parameters, or the outer ones, a layer, the next layer and its buffer.
         gathered = size.parameters if is_whole else min(size.parameters, size.outer + 3 * size.layer)
         tokens = self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
@@ -135,7 +135,7 @@ class TrainingRole:
         if isinstance(self.fsdp, TrainedFsdpConfig):
             # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that
             # is gathered whole frees its layers while it makes the copy, which then takes no further memory.
-            gradients = size.parameters * REDUCTION_BYTES / (1 if is_whole else self.shards)
+            gradients = size.parameters * REDUCTION_BYTES / (1 if self.fsdp.strategy == "zero1" else self.shards)
             gradients += 0.0 if is_whole or self.fsdp.model_dtype == "float32" else self.stored
             reduced = max(size.outer, size.layer) * (itemsize + REDUCTION_BYTES)
             if isinstance(self.model, TrainedModelConfig) and not self.model.enable_activation_offload:
@@ -178,7 +178,7 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
     for role, key, model, fsdp, passes in roles:
         if role in config.active_roles and model:
             size = ModelSize.of(model, key, classifiers.get(role, AutoModelForCausalLM))
-            shards = config.num_processes(role) if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+            shards = config.num_processes(role) if fsdp.num_shards == -1 else fsdp.num_shards
             found.append(TrainingRole(str(role), size, model, fsdp, shards, passes))
     return found
 

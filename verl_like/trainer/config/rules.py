@@ -106,6 +106,16 @@ def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
             )
 
 
+def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
+    actor, critic = config.actor_rollout_ref.actor, config.critic.model
+    for role, key, part in ((Role.Actor, "actor_rollout_ref.actor", actor), (Role.Critic, "critic.model", critic)):
+        if role in config.active_roles and part.fsdp_config.strategy == "single" and config.num_processes(role) > 1:
+            yield (
+                f"{key}.fsdp_config.strategy=single is for one process, and the pool {config.role_mapping[role]} has "
+                f"{config.num_processes(role)}; set ddp for a whole copy on each, or zero1, zero2 or zero3 to shard"
+            )
+
+
 def updates_split_evenly(config: PPOConfig) -> Iterator[str]:
     """Every rank updates on the same number of responses in the same number of passes.
 
@@ -343,7 +353,8 @@ PLACEMENT_RULES = (
     *(pools_are_not_empty, every_role_has_a_worker, reward_models_have_names_of_their_own),
     *(every_role_has_a_pool, every_pool_has_a_role),
 )
-BATCH_RULES = (sizes_divide_the_pool, updates_split_evenly, token_budgets_hold_the_longest_sequence)
+SIZE_RULES = (sizes_divide_the_pool, a_single_device_is_one_process)
+BATCH_RULES = (*SIZE_RULES, updates_split_evenly, token_budgets_hold_the_longest_sequence)
 OTHER_RULES = (
     groups_have_several_responses,
     needed_values_have_a_critic,

@@ -128,6 +128,8 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     if metric is not None and not config.data.val_files:
         yield f"trainer.best_ckpt_metric={metric} is a metric of the validation; set data.val_files"
     ranks, shared = config.num_processes_of_run, config.training.ulysses_sequence_parallel_size
+    if config.model.fsdp_config.strategy == "single" and ranks > 1:
+        yield f"model.fsdp_config.strategy=single is for one process, and the run has {ranks} ranks; set ddp, or shard"
     if ranks % shared:
         yield (
             f"training.ulysses_sequence_parallel_size={shared} does not divide the {ranks} ranks (trainer.nnodes x "

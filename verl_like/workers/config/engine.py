@@ -20,8 +20,8 @@ class FsdpConfig(ConfigModel):
 class ForwardFsdpConfig(FsdpConfig):
     """A model that is only run forward is stored in its computing data type and sharded over all ranks."""
 
-    fsdp_size: ClassVar[int] = -1
-    reshard_after_forward: ClassVar[bool] = True
+    strategy: ClassVar[str] = "zero3"
+    num_shards: ClassVar[int] = -1
 
     @property
     def model_dtype(self) -> str:
@@ -33,14 +33,31 @@ class TrainedFsdpConfig(FsdpConfig):
 
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory except during the optimizer step."""
+    strategy: Literal["single", "ddp", "zero1", "zero2", "zero3"] = "zero3"
+    """What each rank holds. single: all there is, on a pool of one process. ddp: whole parameters, gradients and
+    optimizer state on every rank. zero1, zero2 and zero3 shard the optimizer state and, between the calls, the
+    parameters, which zero1 and zero2 keep whole from the first forward pass of an optimizer step to its last backward
+    pass; zero1 keeps the gradients whole so long too, so that they travel once. zero3 gathers a layer for each pass."""
     fsdp_size: MinusOneOrPositive = -1
-    """Ranks one copy of the parameters is sharded over; -1 means all ranks of the pool. It divides the pool's size."""
+    """Ranks one copy of the parameters is sharded over with zero1, zero2 and zero3; -1 means all ranks of the pool. It
+    divides the pool's size."""
     model_dtype: TrainingDtype = "float32"
     """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
-    reshard_after_forward: bool = True
-    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass, and
-    keep only a shard of its gradient between micro-batches. false is for models whose parameters and float32 gradients
-    fit on every device: gradients then travel once an optimizer step. One rank alone gathers and frees nothing."""
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks one copy of the parameters is sharded over, -1 for all of the pool."""
+        return 1 if self.strategy in ("single", "ddp") else self.fsdp_size
+
+    @model_validator(mode="after")
+    def fsdp_size_is_of_what_is_sharded(self) -> "TrainedFsdpConfig":
+        if self.fsdp_size != -1 and self.num_shards == 1:
+            raise ValueError(
+                f"strategy={self.strategy} with fsdp_size={self.fsdp_size}: single and ddp have a whole copy on every "
+                "rank, zero1, zero2 and zero3 shard one over 2 or more; set strategy=ddp and leave fsdp_size at -1, "
+                "or set one of the three and more ranks"
+            )
+        return self
 
 
 class OptimConfig(ConfigModel):

@@ -77,9 +77,11 @@ class FsdpEngine(TrainingEngine):
         self.total_training_steps = total_training_steps
         self.dtype = fsdp.dtype
         self.sequence_parallel_size = sequence_parallel_size
-        self.mesh, batch_mesh = build_mesh(device, fsdp.fsdp_size, sequence_parallel_size)
+        self.mesh, batch_mesh = build_mesh(device, fsdp.num_shards, sequence_parallel_size)
         # A rank that holds all parameters gathers nothing: freeing its layers would save it little.
-        self.reshard = fsdp.reshard_after_forward and self.mesh["shard"].size() > 1
+        is_sharded = self.mesh["shard"].size() > 1
+        self.frees_layers = fsdp.strategy == "zero3" and is_sharded
+        self.shards_gradients = fsdp.strategy in ("zero2", "zero3") and is_sharded
         self.model = build_model(dist.get_rank() == 0)
         self.model.requires_grad_(training is not None)
         hf = self.model.hf
@@ -114,7 +116,7 @@ class FsdpEngine(TrainingEngine):
         model.hf.tie_weights()  # moving to another device unties
         for unit in self.units:
             # The backward pass starts with the outermost unit: freeing that after the forward pass would gain nothing.
-            reshard = self.reshard and unit is not model
+            reshard = self.frees_layers and unit is not model
             fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
         for unit in self.units:
@@ -164,13 +166,13 @@ class FsdpEngine(TrainingEngine):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """`TrainingEngine.backward`.
 
-        Where layers are freed after their pass, their gradients are too: each call leaves a rank its shard, in float32.
-        Otherwise the whole model fits on every rank, and its gradients stay there until the last call.
+        With zero2 and zero3 each call leaves a rank its shard of the gradients, in float32. Otherwise they fit on every
+        rank, and stay there until the last call.
         """
         outermost = self.units[-1]
-        outermost.set_requires_gradient_sync(is_last or self.reshard)
+        outermost.set_requires_gradient_sync(is_last or self.shards_gradients)
         outermost.set_requires_all_reduce(is_last)
-        outermost.set_reshard_after_backward(is_last or self.reshard)
+        outermost.set_reshard_after_backward(is_last or self.frees_layers)
         loss.backward()
 
     def step(self) -> float:

@@ -53,11 +53,11 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
     return store
 
 
-def build_mesh(device: str, fsdp_size: int, sequence_parallel_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+def build_mesh(device: str, num_shards: int, sequence_parallel_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh of all ranks, seen in two ways: (replica, shard) for parameters and (data, sequence) for a batch.
 
-    One copy of the parameters is sharded over `fsdp_size` ranks, -1 for all; each of several trainers has copies of its
-    own, so that it can export alone. A single copy has a mesh of two dimensions too: FSDP2 then adds up the
+    One copy of the parameters is sharded over `num_shards` ranks, -1 for all. Each of several trainers has its own
+    copies, so that it can export alone. A single copy has a mesh of two dimensions too: FSDP2 then adds up the
     micro-batches of a step in float32, also for parameters that are stored in bfloat16. Neither view divides the other:
     sequences may be shared by more ranks than parameters, or by fewer. The second view is None where no sequence is
     shared. Raises ValueError for a size that does not divide the number of ranks.
@@ -66,7 +66,7 @@ def build_mesh(device: str, fsdp_size: int, sequence_parallel_size: int) -> tupl
     trainer = JointTrainer.of_process()
     num_trainers = trainer.count if trainer else 1
     own = ranks.size() // num_trainers
-    shards = own if fsdp_size == -1 else fsdp_size
+    shards = own if num_shards == -1 else num_shards
     replicas = num_trainers * num_groups(shards, own, "ranks of the pool", key="fsdp_config.fsdp_size")
     parameters = ranks._unflatten(0, (replicas, shards), ("replica", "shard"))
     if sequence_parallel_size == 1:
