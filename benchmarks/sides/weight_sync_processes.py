@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.serve import serve, stopwatch
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.workers import weight_sync
-from verl_like.workers.weight_transfer import get_weight_transport
+from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
 ROWS, COLUMNS = 1 << 18, 1024
 NUM_BYTES = 2 * ROWS * COLUMNS  # bfloat16
@@ -32,7 +32,7 @@ def cut(flat: torch.Tensor, num_tensors: int) -> dict[str, torch.Tensor]:
 def engine(connection: Connection, port: int) -> None:
     """Receives as it is told; answers when it has the weights, and then with the sums of their bits."""
     join(1, port)
-    worker, transports = Worker(), {name: get_weight_transport(name) for name in ("gloo", "shared_memory")}
+    worker, transports = Worker(), {name: WEIGHT_TRANSPORTS[name]() for name in ("gloo", "shared_memory")}
     flat = torch.ones(ROWS * COLUMNS, dtype=torch.bfloat16)  # in memory already, which is in the peer's favour
     while message := connection.recv():
         way, num_tensors, export, with_checks = message
@@ -69,7 +69,7 @@ def start() -> dict[str, Any]:
     join(0, port)
     state["connection"] = connection
     state["flat"] = torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
-    state["transports"] = {name: get_weight_transport(name) for name in ("gloo", "shared_memory")}
+    state["transports"] = {name: WEIGHT_TRANSPORTS[name]() for name in ("gloo", "shared_memory")}
     state["version"] = 0
     return {}
 

@@ -8,10 +8,11 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def publish(transport: WeightTransport, version: int, rank: int = 0, world_size:
     return transport.publish(export)
 
 
-def sent(export: WeightExport) -> WeightExport:
+def sent(export: Any) -> Any:
     """As another process gets it."""
     return copy.deepcopy(export)
 
@@ -76,7 +77,8 @@ def read(export: WeightExport, connection: Connection | None = None) -> int:
 
 
 def test_other_processes_map_the_trainers_memory_by_an_address() -> None:
-    export = publish(SharedMemoryTransport(), 1)
+    transport = SharedMemoryTransport()
+    export = publish(transport, 1)
     assert len(pickle.dumps(export)) < 2000 and export.num_bytes == 4 * sum(map(np.prod, SHAPES.values()))
     with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
         assert pool.submit(read, export).result(60) != os.getpid()
@@ -123,6 +125,22 @@ def test_weights_that_were_overwritten_or_are_being_so_are_refused() -> None:
         check_staged([sent(late)], 1, "cpu")
 
 
+def test_memory_that_is_held_outlives_its_owner_and_stays_as_it_is() -> None:
+    transport = SharedMemoryTransport()
+    export = publish(transport, 1)
+    held = with_data(export, [bucket.data.held() for bucket in export.buckets])
+    for version in (2, 3, 4):
+        publish(transport, version)
+    late = sent(export)
+    with pytest.raises(WeightSyncError, match="ended or is not on this node"):
+        del transport
+        late.buckets[0].data.held()
+    assert_arrived([sent(held)], 1)
+    del held
+    with pytest.raises(WeightSyncError, match="ended or is not on this node"):
+        assert_arrived([late], 1)
+
+
 def test_a_killed_reader_leaves_the_weights_to_the_next_and_the_memory_to_the_trainer() -> None:
     transport = SharedMemoryTransport()
     export = publish(transport, 1)
@@ -147,7 +165,8 @@ def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothin
     with pytest.raises(WeightSyncError, match=r"which ended or is not on this node; .*weight_transport=gloo or obj"):
         check_staged([export], 1, "cpu")
     assert set(os.listdir("/dev/shm")) <= before
-    mine = publish(SharedMemoryTransport(), 1)
+    transport = SharedMemoryTransport()
+    mine = publish(transport, 1)
     pages = dataclasses.replace(mine.buckets[0].data, name="/memfd:another (deleted)")  # the number was given again
     wrong = dataclasses.replace(mine, buckets=(dataclasses.replace(mine.buckets[0], data=pages), *mine.buckets[1:]))
     with pytest.raises(WeightSyncError, match="ended or is not on this node"):
@@ -173,14 +192,19 @@ def train(connection: Connection, rank: int) -> None:
         connection.send(publish(transport, version, rank, 2))
 
 
-def roll_out(connection: Connection, port: int, rank: int, local_rank: int) -> None:
-    """A rank of a rollout of three on two nodes: receives what it is sent, and answers what came of it."""
-    worker, transport = _place(port, rank, 3, local_rank), GlooTransport()
+NODES = [gloo._BOOT_ID, gloo._BOOT_ID, Path("/proc/sys/kernel/ostype")]  # the third rank seems to be elsewhere
+
+
+def roll_out(connection: Connection, port: int, rank: int) -> None:
+    """A rank of a worker group of three on two nodes: receives what it is sent, and answers what came of it."""
+    gloo._BUCKET_TIMEOUT, gloo._BOOT_ID = timedelta(seconds=5), NODES[rank]
+    worker, transport = _place(port, rank, 3, local_rank=rank % 2), GlooTransport()
     while exports := connection.recv():
         try:
             received = transport.receive(exports, worker)
             assert_arrived(received, exports[0].version)
-            connection.send([bucket.data.path for export in received for bucket in export.buckets])
+            connection.send((received, len(transport._segments)))
+            del received
         except WeightSyncError as error:
             connection.send(str(error))
 
@@ -190,17 +214,32 @@ class Group:
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
         pipes = [PROCESSES.Pipe() for _ in range(len(arguments[0]))]
+        self.function, self.places = function, list(zip(*arguments, strict=True))
         self.connections = [ours for ours, _ in pipes]
-        places = zip(pipes, *arguments, strict=True)
-        self.processes = [PROCESSES.Process(target=function, args=(theirs, *rest)) for (_, theirs), *rest in places]
+        places = zip(pipes, self.places, strict=True)
+        self.processes = [PROCESSES.Process(target=function, args=(theirs, *place)) for (_, theirs), place in places]
         for process in self.processes:
             process.start()
 
-    def ask(self, what: Any) -> list[Any]:
+    def tell(self, what: Any) -> None:
         for connection in self.connections:
             connection.send(what)
+
+    def answers(self) -> list[Any]:
         assert all(connection.poll(60) for connection in self.connections)
         return [connection.recv() for connection in self.connections]
+
+    def ask(self, what: Any) -> list[Any]:
+        self.tell(what)
+        return self.answers()
+
+    def replace(self, index: int) -> None:
+        """Kills a process, and starts one in its place."""
+        self.processes[index].kill()
+        self.processes[index].join(30)
+        self.connections[index], theirs = PROCESSES.Pipe()
+        self.processes[index] = PROCESSES.Process(target=self.function, args=(theirs, *self.places[index]))
+        self.processes[index].start()
 
     def end(self) -> None:
         for process, connection in zip(self.processes, self.connections, strict=True):
@@ -236,28 +275,90 @@ def test_ranks_that_load_together_refuse_weights_that_are_stale_on_one_of_them()
     ranks.end()
 
 
-def test_gloo_brings_every_bucket_once_to_each_node_of_every_rollout_group() -> None:
+def memory(answers: list[Any]) -> list[list[str]]:
+    """Of each rank, the names of the memory where its weights are."""
+    return [[bucket.data.name for export in received for bucket in export.buckets] for received, _ in answers]
+
+
+@pytest.fixture
+def trainer() -> Iterator[Group]:
+    group = Group(train, [0, 1])
+    yield group
+    group.end()
+
+
+@pytest.fixture
+def rollouts() -> Iterator[list[Group]]:
     holder, port = reserve_port()
-    trainer = Group(train, [0, 1])
-    groups = [Group(roll_out, [port + i] * 3, [0, 1, 2], [0, 1, 0]) for i in range(2)]  # rank 2 is on another node
+    groups = [Group(roll_out, [port + i] * 3, [0, 1, 2]) for i in range(2)]
     with holder:
-        for version in (1, 2, 3):
-            exports = trainer.ask(version)
-            for group in groups:
-                node, same_node, other_node = group.ask(exports)
-                assert len(node) == exports[0].num_buckets and same_node in (node, other_node) and node != other_node
-        latest = trainer.ask(4)
-        store = dist.TCPStore(*latest[0].address, is_master=False)
-        request = json.dumps(["of a receiver that has died", "its group", 4, 1, 1])
-        store.set(f"request/{store.add('requests', 1)}", request)
-        groups[0].connections[2].send(None)  # it ends; the next in its place cannot use what the others have kept
-        next_one = Group(roll_out, [port], [2], [0])
-        groups[0].connections[2:], groups[0].processes[2:] = next_one.connections, next_one.processes
-        assert all(type(paths) is list for paths in groups[0].ask(latest))
-        message = "Version 3 of the weights was asked for, but the trainer has 4 by now."
-        assert groups[1].ask(exports) == [message] * 3
-    for group in (*groups, trainer):
+        yield groups
+    for group in groups:
         group.end()
+
+
+def test_gloo_brings_every_bucket_once_to_each_node(trainer: Group, rollouts: list[Group]) -> None:
+    num_segments = []
+    for version in range(1, 7):
+        exports = trainer.ask(version)
+        # Two after two: the first that asks receives, and its memory is that of the other, which has received before.
+        first, second = (group.ask(exports) for group in rollouts[:: (-1) ** (version // 2)])
+        node, same_node, other_node = memory(first)
+        assert len({*node}) == len({*other_node}) == exports[0].num_buckets and not {*node} & {*other_node}
+        assert node == same_node and memory(second) == memory(first)
+        num_segments.append([sum(count for _, count in (first[rank], second[rank])) for rank in range(3)])
+    num_buckets = exports[0].num_buckets
+    assert num_segments[0] == [num_buckets, 0, num_buckets]
+    assert num_segments[1:] == [[2 * num_buckets, 0, 2 * num_buckets]] * 5  # the latest weights and those before
+
+
+def test_worker_groups_that_ask_gloo_at_the_same_time_share_what_one_of_them_receives(
+    trainer: Group, rollouts: list[Group]
+) -> None:
+    for version in (1, 2, 3):
+        exports = trainer.ask(version)
+        for group in rollouts:
+            group.tell(exports)
+        first, second = (memory(group.answers()) for group in rollouts)
+        assert first == second and first[0] == first[1] != first[2]
+
+
+def test_a_worker_group_receives_by_gloo_itself_what_a_killed_process_has_staged(
+    trainer: Group, rollouts: list[Group]
+) -> None:
+    first, second = rollouts
+    exports = trainer.ask(1)
+    theirs, own = (group.ask(exports)[0][0] for group in rollouts)
+    late = sent(theirs)
+    first.replace(0)
+    assert_arrived(own, 1)  # whose memory the killed process wrote
+    with pytest.raises(WeightSyncError, match="ended or is not on this node"):
+        late[0].buckets[0].data.held()
+    exports = trainer.ask(2)
+    assert memory(second.ask(exports)) == memory(first.ask(exports))  # the second has joined the trainer
+    exports = trainer.ask(3)
+    before = memory(first.ask(exports))
+    first.replace(0)
+    after = memory(second.ask(exports))  # and joins it without its other node
+    assert after[0] == after[1] != before[0] and after[2] == before[2]
+    assert memory(first.ask(exports)) == after
+    exports = trainer.ask(4)
+    assert memory(first.ask(exports)) == memory(second.ask(exports))
+
+
+def test_gloo_serves_the_next_after_receivers_that_died_and_refuses_weights_that_are_not_the_latest(
+    trainer: Group, rollouts: list[Group]
+) -> None:
+    old = trainer.ask(3)
+    assert len(rollouts[0].ask(old)) == 3
+    latest = trainer.ask(4)
+    store = dist.TCPStore(*latest[0].address, is_master=False)
+    store.set(f"request/{store.add('requests', 1)}", json.dumps(["of receivers that have died", "their group", 4]))
+    rollouts[0].replace(2)  # the next in its place cannot use what the others have kept
+    assert memory(rollouts[0].ask(latest)) == memory(rollouts[1].ask(latest))
+    message = "Version 3 of the weights was asked for, but the trainer has 4 by now."
+    assert rollouts[1].ask(old) == [message] * 3
+    assert len(rollouts[1].ask(latest)) == 3
 
 
 def test_weights_that_gloo_has_promised_stay_as_they_are_while_newer_ones_are_published(
@@ -267,10 +368,12 @@ def test_weights_that_gloo_has_promised_stay_as_they_are_while_newer_ones_are_pu
     transport = GlooTransport()
     export = publish(transport, 1)
     store = dist.TCPStore(*export.address, is_master=False)
-    store.set("request/1", json.dumps(["an update", "a group", 1, 1, 1]))
-    assert json.loads(store.get("an update/answer")) == ["", 1, True]
+    store.set("request/1", json.dumps(["an update", "a group", 1]))
+    assert store.get("an update/turn") == b""
     for version in (2, 3):  # while the trainer waits for the receiver; the third goes where the first was
         publish(transport, version)
     arrays = [np.empty(bucket.data.nbytes, np.uint8) for bucket in export.buckets]
-    gloo._broadcast(gloo._join(store, "an update", 1, 1), arrays)
+    rank = store.add("an update/receivers", 1)
+    store.set("an update/members", "")
+    gloo._broadcast(gloo._join(store, "an update", rank, None), arrays)
     assert_arrived([with_data(export, arrays)], 1)

@@ -17,7 +17,7 @@ from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, Mi
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
-from verl_like.workers.weight_transfer import get_weight_transport
+from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 from verl_like.workers.weight_transfer.direct import DirectTransport
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
@@ -35,7 +35,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
         self.fsdp_config = config.actor.fsdp_config
-        self.weight_transport = get_weight_transport(config.rollout.weight_transport)
+        self.weight_transport = WEIGHT_TRANSPORTS[config.rollout.weight_transport]()
 
     @register(
         dispatch_mode=BY_SHARD,

@@ -11,7 +11,7 @@ from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import MicroBatching
-from verl_like.workers.weight_transfer import get_weight_transport
+from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
@@ -33,7 +33,7 @@ class ValueWorker(ModelWorker):
         self.new_head_seed = seed
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
-        self.weight_transport = get_weight_transport(weight_transport)
+        self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
     def compute_values(self, data: DataProto) -> DataProto:

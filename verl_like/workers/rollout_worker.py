@@ -10,7 +10,7 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.rollout import Completion, FinishedSample, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport
-from verl_like.workers.weight_transfer import get_weight_transport
+from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids", "uid"]
 
@@ -21,7 +21,7 @@ class RolloutWorker(ActorRolloutRefWorker):
     def __init__(self, config: ActorRolloutRefConfig, seed: int) -> None:
         super().__init__(config)
         self.seed = seed
-        self.weight_transport = get_weight_transport(config.rollout.weight_transport)
+        self.weight_transport = WEIGHT_TRANSPORTS[config.rollout.weight_transport]()
         self.submitted: dict[tuple[str, ...], tuple[DataProto, float]] = {}
         """Prompts, one row each, and the step in which they were submitted, by the names of the requests."""
         self.num_steps = 0

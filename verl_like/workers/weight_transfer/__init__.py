@@ -1,14 +1,10 @@
-"""Ways of the weights from the trainer to the engines: `get_weight_transport` finds the one that is configured."""
+"""Ways of the weights from the trainer to the engines."""
 
 from verl_like.workers.weight_transfer.direct import IpcTransport, NcclTransport
 from verl_like.workers.weight_transfer.gloo import GlooTransport
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport
 from verl_like.workers.weight_transfer.transport import WeightTransport
 
-_TRANSPORTS = {"object_store": WeightTransport, "shared_memory": SharedMemoryTransport, "gloo": GlooTransport}
-_TRANSPORTS |= {"nccl": NcclTransport, "ipc": IpcTransport}
-
-
-def get_weight_transport(name: str) -> WeightTransport:
-    """One end of the transport that is known as `rollout.weight_transport=<name>`."""
-    return _TRANSPORTS[name]()
+WEIGHT_TRANSPORTS = {"object_store": WeightTransport, "shared_memory": SharedMemoryTransport, "gloo": GlooTransport}
+"""By `rollout.weight_transport`; each end makes one of its own."""
+WEIGHT_TRANSPORTS |= {"nccl": NcclTransport, "ipc": IpcTransport}

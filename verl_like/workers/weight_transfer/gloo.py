@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.weight_sync import StaleWeightsError, WeightExport
+from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, SharedPages, with_data
 
 _TIMEOUT = timedelta(minutes=10)
@@ -28,21 +28,24 @@ _BUCKET_TIMEOUT = timedelta(minutes=1)
 """For a bucket, and for all to join once the trainer is ready."""
 _IDLE = timedelta(days=20)
 """For the next request of weights; a wait at a store cannot be longer than 2**31 ms."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which processes of a node know each other
 _log = logging.getLogger(__name__)
 
 
 class GlooTransport(SharedMemoryTransport):
-    """Every rank of the trainer broadcasts its buckets to one process of each node of the rollout.
+    """Every rank of the trainer broadcasts its buckets to one process of each node.
 
-    The trainer goes on meanwhile: a thread of its process sends the latest weights to one rollout group after the
-    other. A process that receives writes into memory that the other ranks of its node map. Connections and process
-    groups last from update to update, until one fails.
+    The trainer goes on meanwhile: a thread of its process serves one worker group after the other. A process that
+    receives writes into memory that the other ranks of its node map, and the worker groups that are served later too.
+    Connections and process groups last from update to update, until one fails or others receive.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._sender: _Sender | None = None
         self._links: dict[tuple[str, int], _Link] = {}
+        self._received: Sequence[WeightExport] = ()
+        """Last; pages that another process wrote are held."""
 
     def publish(self, export: WeightExport) -> WeightExport:
         self._sender = self._sender or _Sender()
@@ -52,24 +55,28 @@ class GlooTransport(SharedMemoryTransport):
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
         received: list[WeightExport] = []
         links, self._links = self._links, {}
-        for export in exports:  # one after the other: two rollout groups never wait for each other's trainer
+        node = _BOOT_ID.read_text()
+        for export in exports:  # one after the other: two worker groups never wait for each other's trainer
             assert export.address is not None, "published by a transport without a store"
             link = links.get(export.address) or _Link(dist.TCPStore(*export.address, is_master=False, timeout=_TIMEOUT))
-            key = link.meet(export.version, worker)
-            if worker.local_rank == 0:
+            staged = f"staged/{export.version}/{node}"
+            key, pages = link.meet(export.version, worker, staged)
+            if link.group:
                 arrays = [self.allocate(bucket.data.nbytes, False) for bucket in export.buckets]
                 _broadcast(link.group, arrays)
-                received.append(with_data(export, arrays))
+                pages = self._hand_out(arrays)
+            if worker.local_rank == 0:
+                for place in (staged, f"{key}/{node}"):
+                    link.store.set(place, json.dumps([astuple(each) for each in pages]))
+            else:
+                pages = [SharedPages(*address) for address in json.loads(link.store.get(f"{key}/{node}"))]
+            if link.group:
+                link.group.barrier().wait(_BUCKET_TIMEOUT)  # what is staged is known before another group's turn
+            received.append(with_data(export, pages))
             self._links[export.address] = link
-        place = f"{key}/{Path('/proc/sys/kernel/random/boot_id').read_text()}"
-        if worker.local_rank == 0:
-            received = self._hand_out(received)
-            addresses = [[astuple(bucket.data) for bucket in export.buckets] for export in received]
-            link.store.set(place, json.dumps(addresses))
-            return received
-        addresses = json.loads(link.store.get(place))
-        pages = [[SharedPages(*address) for address in each] for each in addresses]
-        return [with_data(*each) for each in zip(exports, pages, strict=True)]
+        self._segments = [*self._latest, *self._written]  # the rest goes: another group has received since
+        self._latest, self._written, self._received = self._written, [], received
+        return received
 
 
 @dataclass
@@ -78,26 +85,33 @@ class _Link:
 
     store: dist.Store
     group: Any = None
-    """Of the rank of the trainer and those that receive from it; None before, and on the others."""
+    """Of the rank of the trainer and those that received from it at the last update; None on the others."""
 
-    def meet(self, version: int, worker: Worker) -> str:
-        """The update's name, once all have come. Raises StaleWeightsError if the trainer has other weights by now."""
+    def meet(self, version: int, worker: Worker, staged: str) -> tuple[str, list[SharedPages] | None]:
+        """The update's name, and in rank 0 of a node the pages where an earlier worker group has `staged` it there.
+
+        Returns in the group's turn, with `group` where this rank is to receive. Raises StaleWeightsError if the trainer
+        has other weights by now.
+        """
         rollout = "{}:{}".format(*worker.get_master_addr_port())
         # A failed update may be repeated: every rank comes once for each try.
         counter = f"{version}/{rollout}"
         key = f"{counter}/{(self.store.add(counter, 1) - 1) // worker.world_size}"
-        receives = worker.local_rank == 0
-        rank = self.store.add(f"{key}/receivers", int(receives))
-        self.store.add(f"{key}/new", int(receives and self.group is None))
         if self.store.add(f"{key}/arrived", 1) == worker.world_size:
-            counts = [self.store.add(f"{key}/{name}", 0) for name in ("receivers", "new")]
-            self.store.set(f"request/{self.store.add('requests', 1)}", json.dumps([key, rollout, version, *counts]))
-        refusal, num_receivers, joins = json.loads(self.store.get(f"{key}/answer"))
-        if refusal:
+            self.store.set(f"request/{self.store.add('requests', 1)}", json.dumps([key, rollout, version]))
+        if refusal := self.store.get(f"{key}/turn").decode():
             raise StaleWeightsError(refusal)
-        if receives and joins:
-            self.group = _join(self.store, key, rank, num_receivers)
-        return key
+        leads, pages = worker.local_rank == 0, None
+        with contextlib.suppress(WeightSyncError, OSError):  # the process that had them has ended
+            if leads and self.store.check([staged]):
+                pages = [SharedPages(*address).held() for address in json.loads(self.store.get(staged))]
+        receives = leads and pages is None
+        rank = self.store.add(f"{key}/receivers", int(receives))
+        self.store.add(f"{key}/changes", int(receives == (self.group is None)))
+        if self.store.add(f"{key}/decided", 1) == worker.world_size:
+            self.store.set(f"{key}/members", "")
+        self.group = _join(self.store, key, rank, self.group) if receives else None
+        return key, pages
 
 
 class _Sender:
@@ -111,36 +125,42 @@ class _Sender:
         self.address = host, self.store.port
         self.latest: WeightExport
         self.groups: dict[str, Any] = {}
-        """By the rollout group that is in it."""
+        """By the worker group that is in it."""
         threading.Thread(target=self._serve, name="broadcast of weights", daemon=True).start()
 
     def _serve(self) -> None:
         for number in itertools.count(1):
             self.store.wait([f"request/{number}"], _IDLE)
-            key, rollout, version, *counts = json.loads(self.store.get(f"request/{number}"))
+            key, rollout, version = json.loads(self.store.get(f"request/{number}"))
             try:
-                self._send(key, rollout, version, *counts)
+                self._send(key, rollout, version)
             except RuntimeError as error:  # a receiver has died, which its own side reports; the next may come
                 _log.warning("Weights of version %d did not reach all of %s: %s", version, key, error)
 
-    def _send(self, key: str, rollout: str, version: int, num_receivers: int, num_new: int) -> None:
+    def _send(self, key: str, rollout: str, version: int) -> None:
         export, arrays = self.latest, []
         with contextlib.suppress(StaleWeightsError):  # it is not the latest any more
             arrays = [np.asarray(bucket.data) for bucket in export.buckets]  # which stays as it is from here on
-        refusal = f"Version {version} of the weights was asked for, but the trainer has {self.latest.version} by now."
         is_latest = version == export.version and export is self.latest
-        group = None if num_new else self.groups.get(rollout)
-        self.store.set(f"{key}/answer", json.dumps(["" if is_latest else refusal, num_receivers, group is None]))
+        refusal = f"Version {version} of the weights was asked for, but the trainer has {self.latest.version} by now."
+        group = self.groups.pop(rollout, None)  # until all has gone well
+        self.store.add(f"{key}/changes", int(group is None))
+        self.store.set(f"{key}/turn", "" if is_latest else refusal)
         if is_latest:
-            self.groups.pop(rollout, None)  # until all has gone well
-            group = group or _join(self.store, key, 0, num_receivers)
+            group = _join(self.store, key, 0, group)
             _broadcast(group, arrays)
+            group.barrier().wait(_BUCKET_TIMEOUT)
             self.groups[rollout] = group
 
 
-def _join(store: dist.Store, key: str, rank: int, num_receivers: int) -> Any:
-    # By hand, since the default group of the process belongs to the engine.
-    return dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, 1 + num_receivers, _BUCKET_TIMEOUT)
+def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
+    """The group of the trainer and those that receive, once all have decided: `group` if it is that."""
+    store.wait([f"{key}/members"], _BUCKET_TIMEOUT)
+    if store.add(f"{key}/changes", 0):
+        size = 1 + store.add(f"{key}/receivers", 0)
+        # By hand, since the default group of the process belongs to the engine.
+        group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, _BUCKET_TIMEOUT)
+    return group
 
 
 def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:

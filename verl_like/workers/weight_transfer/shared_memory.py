@@ -41,8 +41,14 @@ class SharedPages:
     def _is_there(self) -> bool:
         return os.path.islink(self.path) and os.readlink(self.path) == self.name
 
-    @cached_property
-    def _array(self) -> np.ndarray:
+    def held(self) -> "SharedPages":
+        """By an address in this process, for as long as the result is there: locked, and there without the owner."""
+        locked = self._lock()
+        pages = replace(self, path=f"/proc/{os.getpid()}/fd/{locked.fileno()}")
+        weakref.finalize(pages, locked.close)
+        return pages
+
+    def _lock(self) -> io.FileIO:
         if not self._is_there():
             raise WeightSyncError(
                 f"The weights are in memory of another process, {self.path}, which ended or is not on this node; use "
@@ -53,6 +59,11 @@ class SharedPages:
             fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StaleWeightsError(f"Newer weights are being written into {self.path}; load those.") from None
+        return locked
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        locked = self._lock()
         if self not in _mapped:
             for pages in [pages for pages in _mapped if not pages._is_there()]:
                 del _mapped[pages]
@@ -74,6 +85,7 @@ class _Segment:
         self.descriptor = os.memfd_create(f"verl_like-weights-{uuid.uuid4().hex}")
         os.ftruncate(self.descriptor, num_bytes)
         self.array = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=np.uint8)
+        weakref.finalize(self, os.close, self.descriptor)
         if pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.array.ctypes.data, num_bytes, 0))
 
@@ -119,15 +131,16 @@ class SharedMemoryTransport(WeightTransport):
         return segment.array
 
     def publish(self, export: WeightExport) -> WeightExport:
-        return self._hand_out([export])[0]
+        pages = self._hand_out([bucket.data for bucket in export.buckets])
+        self._latest, self._written = self._written, []
+        return with_data(export, pages)
 
-    def _hand_out(self, exports: Sequence[WeightExport]) -> list[WeightExport]:
-        """The exports with the addresses of their buckets, which are in memory of `allocate` and are the latest."""
-        segments = {id(segment.array): segment for segment in self._written}
+    def _hand_out(self, arrays: Sequence[np.ndarray]) -> list[SharedPages]:
+        """The addresses of memory of `allocate`, which others can map from here on."""
         for segment in self._written:
             segment.unlock()
-        self._latest, self._written = [segments[id(b.data)] for export in exports for b in export.buckets], []
-        return [with_data(export, [segments[id(b.data)].address for b in export.buckets]) for export in exports]
+        addresses = {id(segment.array): segment.address for segment in self._written}
+        return [addresses[id(array)] for array in arrays]
 
 
 def with_data(export: WeightExport, data: Sequence[np.ndarray | SharedPages]) -> WeightExport:
