@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.machine import check_machine
 from verl_like.trainer.ppo_inputs import check_inputs
-from verl_like.trainer.ppo_workers import check_pools_fit_this_machine
+from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.pretrained import load_tokenizer
@@ -121,4 +122,6 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
 @pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])
 def test_the_cpu_preset_fits_a_machine_with_two_cores(placement: list[str]):
     required = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=a", "device=cpu"]
-    check_pools_fit_this_machine(load_ppo_config([*required, *placement]))
+    pools = list(build_resource_pools(load_ppo_config([*required, *placement])).resource_pool_dict.values())
+    num_cpus = load_ppo_config([*required, *placement]).ray_kwargs.ray_init.num_cpus
+    check_machine(pools, "cpu", num_cpus, keys="resource_pool_spec")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from verl_like.algorithms.preferences import dpo_loss, ipo_loss, pairwise_loss, preference_metrics
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.protocol import DataProto, metric_values
+from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -201,6 +202,14 @@ def test_dpo_compares_the_policy_with_the_model_at_the_start(settings: list[str]
     assert last["dpo/chosen_reward"] == pytest.approx(0.3 * ratios[:, 0].mean(), rel=1e-4)
     assert last["dpo/margin"] == pytest.approx(0.3 * difference.mean(), rel=1e-4)
     assert last["dpo/accuracy"] == (difference > 0).mean() > 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Path):
+    _, policy, _ = start(config_of(DPOConfig, model_path, tmp_path))
+    policy.save_checkpoint(str(tmp_path / "policy"))
+    _, reward_model, _ = start(config_of(RMConfig, model_path, tmp_path))
+    with pytest.raises(WorkerError, match=r"of another model: model\.lm_head\.weight is \[68, 64\] there, and None"):
+        reward_model.load_checkpoint(str(tmp_path / "policy"))
 
 
 def test_a_padding_token_that_conversations_end_with_is_refused(model_path: str, tmp_path: Path):

@@ -14,7 +14,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
-from verl_like.trainer.supervised.run_supervised import worker_arguments
+from verl_like.trainer.supervised.run_supervised import check_inputs, worker_arguments
 from verl_like.workers.supervised import SFTWorker
 
 TEMPLATE = (
@@ -130,3 +130,26 @@ def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
         config_of(model_path, "x", "data.train_batch_size=5", "trainer.n_gpus_per_node=2")
     with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size=3 does not divide the 2 ranks"):
         config_of(model_path, "x", "trainer.n_gpus_per_node=2", "training.ulysses_sequence_parallel_size=3")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.train_files=no_such.jsonl", "data file no_such.jsonl does not exist"),
+        ("data.train_batch_size=4", "has 2 rows, fewer than data.train_batch_size=4"),
+        ("model.path=./no_model", r"model\.path=\./no_model: there is no model"),
+        ("+model.override_config.max_position_embeddings=4", "has 8 tokens, but the model .* has 4 positions"),
+        ("+model.override_config.attn_implementation=flash_attention_2", "flash-attn is not installed"),
+        ("ray_kwargs.ray_init.num_cpus=1", r"(?s)model_pool .*trainer\.nnodes and trainer\.n_gpus_per_node"),
+        pytest.param(
+            "trainer.device=cuda",
+            "trainer.device=cuda, but this machine has no CUDA",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_before_ray_starts(setting: str, message: str, model_path: str, tmp_path: Path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "response": "cde"}] * 2)
+    own = ["data.train_batch_size=2", "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2"]
+    with pytest.raises(ValueError, match=message):
+        check_inputs(config_of(model_path, file, *own, setting), None)

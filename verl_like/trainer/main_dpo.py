@@ -7,11 +7,8 @@ import sys
 
 from verl_like.trainer import worker_template
 from verl_like.trainer.config.command_line import config_from_command_line
+from verl_like.trainer.main_sft import USAGE, WORKERS
 from verl_like.trainer.supervised.config import DPOConfig, broken_supervised_rules
-
-USAGE = """The run is described by overrides of the form key=value, e.g. data.train_files=pairs.jsonl model.path=folder
-trainer.device=cpu; --print-config shows all keys."""
-WORKERS = ["verl_like.workers.supervised"]
 
 if __name__ == "__main__":
     try:

@@ -9,7 +9,7 @@ from verl_like.trainer import worker_template
 from verl_like.trainer.config.command_line import config_from_command_line
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
 
-USAGE = """The run is described by overrides of the form key=value, e.g. data.train_files=chats.jsonl model.path=folder
+USAGE = """The run is described by overrides of the form key=value, e.g. data.train_files=rows.jsonl model.path=folder
 trainer.device=cpu; --print-config shows all keys."""
 WORKERS = ["verl_like.workers.supervised"]
 

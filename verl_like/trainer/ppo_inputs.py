@@ -24,9 +24,10 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_actor, sequence_parallel
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.machine import check_machine
 from verl_like.trainer.memory import require_memory
 from verl_like.trainer.object_store import check_object_store, step_bytes
-from verl_like.trainer.ppo_workers import build_role_worker_mapping, check_pools_fit_this_machine, import_worker_class
+from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, import_worker_class
 from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
@@ -142,11 +143,6 @@ def check_environment(config: PPOConfig) -> None:
     """Raises ValueError for a device, package, registered name or placement that this machine does not have."""
     get_rollout_engine(config.actor_rollout_ref.rollout.name)
     address = cluster_address(config.ray_kwargs.ray_init.address)
-    if config.trainer.device == "cuda" and not address and not torch.cuda.is_available():
-        raise ValueError(
-            "trainer.device=cuda, but this machine has no CUDA device: give device=cpu to compute on the CPU, or "
-            "ray_kwargs.ray_init.address to use a cluster that has GPUs."
-        )
     engine = config.actor_rollout_ref.rollout.name
     if engine in ("vllm", "vllm_async") and importlib.util.find_spec("vllm") is None:
         raise ValueError(
@@ -156,7 +152,8 @@ def check_environment(config: PPOConfig) -> None:
     for key, model in used_models(config).items():
         require_flash_attention(model.attn_implementation, key)
     if not address:
-        check_pools_fit_this_machine(config)
+        pools = list(build_resource_pools(config).resource_pool_dict.values())
+        check_machine(pools, config.trainer.device, config.ray_kwargs.ray_init.num_cpus, keys="resource_pool_spec")
 
 
 def used_models(config: PPOConfig) -> dict[str, ModelConfig]:

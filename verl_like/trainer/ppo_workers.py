@@ -1,13 +1,9 @@
 """From PPO's configuration to the worker class of each role and the pools that they run on."""
 
-import os
 import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from verl_like.single_controller.ray.cluster import assign
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
@@ -114,23 +110,3 @@ def start_groups(
         groups |= processes.spawn(roles)
         placement.append((pool, roles, processes))
     return groups, placement
-
-
-def check_pools_fit_this_machine(config: PPOConfig) -> None:
-    """Raises ValueError with the sums unless the pools fit on the one node of a Ray that is started here."""
-    node: dict[str, float] = {
-        "CPU": config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1,
-        "GPU": torch.cuda.device_count() if config.trainer.device == "cuda" else 0,
-    }
-    pools = list(build_resource_pools(config).resource_pool_dict.values())
-    entries = [entry for pool in pools for entry in pool.node_requests()]
-    if assign(entries, {"here": node}) is not None:
-        return
-    needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}
-    sizes = "\n".join(f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools)
-    raise ValueError(
-        f"the resource pools do not fit on this machine:\n{sizes}\n"
-        f"  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
-        "Make the pools smaller (resource_pool_spec), set ray_kwargs.ray_init.num_cpus to have more processes than "
-        "cores, or give ray_kwargs.ray_init.address of a cluster."
-    )

@@ -11,13 +11,16 @@ from verl_like.data.conversations import ConversationDataset
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
+from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.trainer.display import Display
+from verl_like.trainer.machine import check_machine
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
+from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import fetch_weights, load_hf_config, load_tokenizer
 from verl_like.workers.supervised import DPOWorker, RMWorker, SFTWorker, SupervisedWorker
 
@@ -83,6 +86,10 @@ def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = N
 
 def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
     """Checks model and data and fills in the number of training steps; raises ValueError."""
+    if not cluster_address(config.ray_kwargs.ray_init.address):
+        num_cpus, keys = config.ray_kwargs.ray_init.num_cpus, "trainer.nnodes and trainer.n_gpus_per_node"
+        check_machine([pool_of(config)], config.trainer.device, num_cpus, keys=keys)
+    require_flash_attention(config.model.attn_implementation, "model")
     hf_config = load_hf_config(config.model, key="model")
     fetch_weights(config.model, key="model")
     data, dataset = config.data, KINDS[type(config)].dataset
@@ -139,14 +146,19 @@ def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
     """Starts the workers and trains to the end."""
     config, trainer = inputs.config, inputs.config.trainer
     worker = RayClassWithInitArgs(KINDS[type(config)].worker, *worker_arguments(config))
-    pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, trainer.device == "cuda", "model_pool")
     group = RayWorkerGroup(
-        pool, worker, role="model", deadline_s=trainer.call_timeout_s, on_call=recorder.timeline.record
+        pool_of(config), worker, role="model", deadline_s=trainer.call_timeout_s, on_call=recorder.timeline.record
     )
     recorder.show_placement(placement_rows([("model_pool", ["model"], group)]))
     training = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
     training.init_workers()
     training.fit()
+
+
+def pool_of(config: SupervisedConfig) -> RayResourcePool:
+    """The processes of the model, one a device."""
+    trainer = config.trainer
+    return RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, trainer.device == "cuda", "model_pool")
 
 
 def worker_arguments(config: SupervisedConfig) -> tuple[Any, ...]:

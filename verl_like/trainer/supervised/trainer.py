@@ -1,9 +1,8 @@
 """Trains one model on examples, with one worker group."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -15,15 +14,6 @@ from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
 
-class Dataset(Protocol):
-    """Examples that become batches."""
-
-    def __len__(self) -> int: ...
-
-    def collate(self, indices: Sequence[int]) -> DataProto:
-        """The batch of these examples."""
-
-
 @dataclass(eq=False)
 class SupervisedTrainer(TrainingLoop):
     """Minimises the loss of the worker on batches of examples; each training step is one optimizer step.
@@ -33,8 +23,8 @@ class SupervisedTrainer(TrainingLoop):
     """
 
     config: SupervisedConfig
-    train_dataset: Dataset
-    val_dataset: Dataset | None
+    train_dataset: ConversationDataset
+    val_dataset: ConversationDataset | None
     group: WorkerGroup
     recorder: RunRecorder
 

@@ -1,0 +1,33 @@
+"""Whether the pools of a run fit on this machine, where Ray is started and no cluster is named."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from verl_like.single_controller.ray.cluster import assign
+from verl_like.single_controller.ray.resource_pool import RayResourcePool
+
+
+def check_machine(pools: Sequence[RayResourcePool], device: str, num_cpus: int | None, *, keys: str) -> None:
+    """Raises ValueError, with the sums, unless this machine has the processes and devices; `keys` set the pools."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "trainer.device=cuda, but this machine has no CUDA device: give trainer.device=cpu (of PPO: device=cpu) to "
+            "compute on the CPU, or ray_kwargs.ray_init.address to use a cluster that has GPUs."
+        )
+    node: dict[str, float] = {
+        "CPU": num_cpus or os.cpu_count() or 1,
+        "GPU": torch.cuda.device_count() if device == "cuda" else 0,
+    }
+    entries = [entry for pool in pools for entry in pool.node_requests()]
+    if assign(entries, {"here": node}) is not None:
+        return
+    needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}
+    sizes = "\n".join(f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools)
+    raise ValueError(
+        f"the resource pools do not fit on this machine:\n{sizes}\n"
+        f"  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
+        f"Make the pools smaller ({keys}), set ray_kwargs.ray_init.num_cpus to have more processes than cores, or give "
+        "ray_kwargs.ray_init.address of a cluster."
+    )
