@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.gpu_training import RandomPolicy, policy
@@ -32,6 +34,8 @@ def start(hidden: int, layers: int) -> dict[str, Any]:
     )  # fmt: skip
     state["worker"] = worker = RandomPolicy(policy("0.5B", "cpu", 32).config, shape)
     worker.init_model()
+    words = {f"word {index}": index for index in range(150_000)}  # as many as large models have; a checkpoint has them
+    worker.engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)))
     state["stager"] = DefaultStager(StagingOptions(*[False] * 4))
     state["run_dir"], state["step"] = Path(tempfile.mkdtemp()), 0
     tensors = worker.engine._state().values()

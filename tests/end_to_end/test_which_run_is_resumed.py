@@ -197,10 +197,7 @@ def test_the_lock_is_held_until_the_report_is_written(config_with: Callable, mon
     assert open_at_report == [True] and recorder.lock.closed
 
 
-def test_a_folder_that_cannot_be_written_or_locked_is_refused(config_with: Callable, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"trainer\.default_local_dir=.*cannot be written .*; give another"):
-        RunRecorder(config_with(f"trainer.default_local_dir={tmp_path}/file"), PPO_DISPLAY)
+def test_a_folder_that_cannot_be_locked_is_refused(config_with: Callable):
     folder = run_until(2, config_with())
     (folder / ".lock").unlink()
     (folder / ".lock").mkdir()

@@ -54,7 +54,11 @@ def run(
                 require_cluster(address)
             inputs = check_inputs(config, cleanup)
             resumed, notes = find_run(inputs.config)
-            recorder = RunRecorder(inputs.config, display, resumed)
+            try:
+                recorder = RunRecorder(inputs.config, display, resumed)
+            except OSError as error:
+                folder = f"trainer.default_local_dir={inputs.config.trainer.default_local_dir}"
+                raise ValueError(f"{folder} cannot be written ({error}): make room there, or give another.") from error
         except (ValueError, RewardError, OSError) as error:
             return say(str(error), 2)
         except KeyboardInterrupt:

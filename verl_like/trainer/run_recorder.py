@@ -199,14 +199,18 @@ class RunRecorder:
 
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
+        with self.lock:  # until the last write
+            self._close(outcome)
+
+    def _close(self, outcome: str) -> None:
         try:
             self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)  # the run was interrupted or failed meanwhile
         except (WorkerError, CallTimeout, OSError) as error:
             self.console.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
+        remove_partial(self.run_dir)  # first: what follows needs room on the disk
         self.console.close()
         self.tracking.close()
         self.timeline_file.close()
-        remove_partial(self.run_dir)
         metrics = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         write_report(
             self.run_dir / "report.html",
@@ -235,7 +239,6 @@ class RunRecorder:
             path = self.run_dir / name
             if path.exists() and path.stat().st_size:
                 self.console.say(f"    {name:<40} {what}")
-        self.lock.close()  # after the last write
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
@@ -265,10 +268,7 @@ def _new_run_dir(parent: Path) -> Path:
     while run_dir.exists():
         number += 1
         run_dir = parent / f"{stamp}_{number}"
-    try:
-        run_dir.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"trainer.default_local_dir={parent} cannot be written ({error}); give another.") from error
+    run_dir.mkdir(parents=True)
     return run_dir
 
 

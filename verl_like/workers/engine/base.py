@@ -58,10 +58,8 @@ class TrainingEngine(Protocol):
         """(name in the Hugging Face model, full tensor or DTensor); tied parameters once."""
 
     def save(self, path: str) -> None:
-        """Copies parameters, optimizer and step count; the copy is written to `path` while training goes on.
-
-        What makes a Hugging Face folder of it is written at once. The last copy is written before the next is made.
-        """
+        """Copies parameters, optimizer and step count; the copy is written to `path` while training goes on, with what
+        makes a Hugging Face folder of it. The last copy is written before the next is made."""
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
         """`file_digest` of the files that `save` wrote on this rank, by name. None while they are being written, unless

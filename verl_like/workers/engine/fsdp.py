@@ -222,10 +222,12 @@ class FsdpEngine(TrainingEngine):
         return load_tokenizer(cast(TrainedModelConfig, self.config))
 
     def save(self, path: str) -> None:
-        if dist.get_rank() == 0:
-            save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), path)
+        def write_settings() -> None:
+            if dist.get_rank() == 0:
+                save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), path)
+
         # What is offloaded is copied from where it is, so that a rollout engine keeps its share of the device.
-        self.writer.begin(self._state(), Path(path))
+        self.writer.begin(self._state(), Path(path), write_settings)
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
         return self.writer.result(wait)

@@ -1,7 +1,7 @@
 """Writes a rank's part of the training state while training goes on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class ShardWriter:
         self.writing: Future[dict[str, dict[str, Any]]]
 
     @torch.no_grad()  # to_local() is then no operation
-    def begin(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Copies this rank's part of the state, and begins to write it to the folder.
+    def begin(self, state: Mapping[str, torch.Tensor], folder: Path, write_others: Callable[[], None]) -> None:
+        """Copies this rank's part of the state, and begins to write it to the folder, after `write_others`.
 
         Every call has the same names and shapes on all ranks. The first one allocates the buffers, which stay.
         """
@@ -49,7 +49,7 @@ class ShardWriter:
             buffer.copy_(_shard(state[name]), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.writing = self.thread.submit(self._write, folder)
+        self.writing = self.thread.submit(self._write, folder, write_others)
 
     def _allocate(self, state: Mapping[str, torch.Tensor]) -> None:
         for name in list(state)[self.mesh["replica"].get_local_rank() :: self.mesh["replica"].size()]:
@@ -68,14 +68,15 @@ class ShardWriter:
         unless `wait`. Raises OSError, naming the file that cannot be written."""
         return self.writing.result() if wait or self.writing.done() else None
 
-    def _write(self, folder: Path) -> dict[str, dict[str, Any]]:
+    def _write(self, folder: Path, write_others: Callable[[], None]) -> dict[str, dict[str, Any]]:
         file = folder / self.name
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            write_others()
             save_file(self.buffers, file, {CUSTOM_METADATA_KEY: json.dumps(self.offsets)})
             return {self.name: file_digest(file, sync=True)}
         except (OSError, SafetensorError) as error:
-            raise OSError(f"{file} cannot be written: {error}") from error
+            raise OSError(f"{file} cannot be written ({error}). Earlier checkpoints are as they were.") from error
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:

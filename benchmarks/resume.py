@@ -1,0 +1,73 @@
+"""From the command to the end of the first step: a run that is continued, next to one that is new.
+
+Both are the same command, in turn. The new run is interrupted when it has a checkpoint, and continued: it compares the
+hashes of all files and restores actor, critic and both optimizers. Neither validates before its first step.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness import ROOT, Report
+from verl_like.trainer import checkpoint
+
+ROUNDS = 4
+WORLD = ROOT / ".toy_world"
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    file = folder / "latest/metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def seconds_to_first_step(folder: Path, num_rows: int) -> float:
+    """Runs the command until one more row is in the metrics and there is a checkpoint."""
+    command = [sys.executable, "-m", "verl_like.trainer.main_ppo", "--config-dir", "examples/split_placement/config"]
+    command += ["--config-name", "toy", f"trainer.default_local_dir={folder}", "trainer.save_freq=1"]
+    command += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(rows_of(folder)) != num_rows + 1:
+        assert process.poll() is None and time.perf_counter() - started < 300
+        time.sleep(0.02)
+    seconds = time.perf_counter() - started
+    while not list(folder.glob("2*/global_step_*[0-9]/manifest.json")):
+        assert process.poll() is None and time.perf_counter() - started < 300
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)  # it ends its processes, and begins no checkpoint
+    process.wait(timeout=120)
+    return seconds
+
+
+def main() -> None:
+    report = Report("resume", "From the command to the first step, of a run that is continued and of a new one")
+    make_world = [sys.executable, "examples/split_placement/make_toy_world.py", "--out", str(WORLD)]
+    subprocess.run(make_world, check=True, cwd=ROOT, timeout=600)
+    new, continued = [], []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent)
+            new.append(seconds_to_first_step(folder, 0))
+            (run_dir,) = folder.glob("2*")
+            newest, _ = checkpoint.newest(run_dir)
+            assert newest
+            # The continued run would cut off later rows itself, but they must not be taken for its own.
+            os.truncate(run_dir / "metrics.jsonl", newest.state["files"]["metrics.jsonl"])
+            continued.append(seconds_to_first_step(folder, newest.step))
+            assert len(list(folder.glob("2*"))) == 1, "the run was not continued"
+    report.row("a new run", "s", new)
+    ratio = statistics.median(continued) / statistics.median(new)
+    report.row("a continued run", "s", continued, times_new=ratio)
+    report.target("a continued run / a new one", ratio, "<=", 1.2)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
