@@ -32,11 +32,17 @@ PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=
 PPO += ["trainer.n_gpus_per_node=2"]
 
 
+def with_texts(folder: Path) -> list[str]:
+    """Settings of a loss on texts beside the policy's."""
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": "12+34=46"[:n]}) for n in range(2, 9)))
+    return [f"data.ptx_files={folder}/texts.jsonl", "actor_rollout_ref.actor.ptx_coef=0.5"]
+
+
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) -> Path:
     """The folder of a synchronous run."""
     folder = tmp_path_factory.mktemp("synchronous")
-    run_on_ray([*tiny_run_settings(folder, tiny_llama), *PPO])
+    run_on_ray([*tiny_run_settings(folder, tiny_llama), *PPO, *with_texts(folder)])
     return folder
 
 
@@ -48,7 +54,7 @@ def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(
     transport: str, synchronous: Path, tmp_path: Path, tiny_llama: Callable
 ):
     by_transport = f"actor_rollout_ref.rollout.weight_transport={transport}"
-    assert run_apart([*tiny_run_settings(tmp_path, tiny_llama), *PPO, by_transport]) == 0
+    assert run_apart([*tiny_run_settings(tmp_path, tiny_llama), *PPO, *with_texts(tmp_path), by_transport]) == 0
     folders = {"synchronous": synchronous, "detached": tmp_path}
     steps = {
         name: [row for row in numbers(metrics_of(folder)) if "actor/loss" in row] for name, folder in folders.items()
@@ -61,6 +67,7 @@ def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(
             "critic/loss",
             "critic/values/mean",
             "actor/reward_kl_penalty",
+            "actor/ptx_loss",
             "actor/grad_norm",
         }
         assert {name: expected[name] for name in shared} == {name: found[name] for name in shared}

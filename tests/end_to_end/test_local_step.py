@@ -50,6 +50,7 @@ def local_trainer(
     trainer = trainer_class(
         config, tokenizer, ppo_workers.build_role_worker_mapping(config, own_classes), None, *datasets,
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
+        ppo_inputs.load_ptx_dataset(config, tokenizer),
     )  # fmt: skip
     trainer.init_workers()
     try:

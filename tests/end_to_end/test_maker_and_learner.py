@@ -1,5 +1,6 @@
 """The maker and the learner, each alone: between them only experience and weights travel."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.experience_maker import Experience, Generated, Weights
 from verl_like.trainer.learner import Learner, Update
+from verl_like.trainer.ppo_inputs import load_ptx_dataset
 
 SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
 SETTINGS += ["actor_rollout_ref.actor.optim.lr_warmup_steps=3", "critic.optim.lr_warmup_steps=4"]
@@ -220,6 +222,34 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
             moved.append((not torch.equal(log_probs, before[0]), loaded != before[1]))
     assert says == [False, True, False, True]
     assert moved == [(each, each) for each in says]
+
+
+def test_the_ptx_rows_are_a_function_of_the_step_which_its_parts_and_joint_trainers_divide(
+    trainer: LocalTrainer, experience: Experience, tmp_path: Path
+):
+    (tmp_path / "ptx.jsonl").write_text("\n".join(json.dumps({"text": f"{n:02}+1={n + 1}"}) for n in range(18)))
+    settings = {"data.ptx_files": (str(tmp_path / "ptx.jsonl"),), "data.ptx_batch_size": 4, "trainer.critic_warmup": 2}
+    config = trainer.config.updated(settings)
+    dataset = load_ptx_dataset(config, trainer.tokenizer)
+
+    def rows_of(version: int, part: tuple[int, int] = (1, 1), joint: tuple[int, int] = (0, 1)) -> list[list[int]]:
+        of_trainer = config.updated({"data.ptx_batch_size": 4 // joint[1]})
+        learner = Learner(of_trainer, trainer.groups, 0, dataset, joint, version)
+        mini_batches = 2 // part[1]  # of 4 responses each
+        batch = experience.batch[slice(0, 4 * mini_batches)]
+        batch.meta_info["part_of_step"] = part
+        (rows,) = learner.ptx_rows(batch, balance=True)
+        return rows.batch.batch["input_ids"].tolist()
+
+    steps = [rows_of(version) for version in (2, 3, 4)]
+    assert [len(rows) for rows in steps] == [8, 8, 8]
+    assert rows_of(3) == steps[1], "whatever came before"
+    assert len({tuple(row) for rows in steps[:2] for row in rows}) == 16, "of the first epoch, which leaves 2 out"
+    assert rows_of(4, (1, 2)) + rows_of(4, (2, 2)) == steps[2]
+    halves = [rows_of(3, joint=(index, 2)) for index in (0, 1)]
+    for mini_batch in (0, 1):
+        joined = [row for half in halves for row in half[2 * mini_batch : 2 * mini_batch + 2]]
+        assert joined == steps[1][4 * mini_batch : 4 * mini_batch + 4]
 
 
 def test_rows_that_are_no_whole_mini_batches_are_refused(trainer: LocalTrainer, experience: Experience):

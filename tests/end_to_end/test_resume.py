@@ -72,12 +72,15 @@ def test_a_run_that_is_interrupted_twice_equals_one_that_is_not(
     settings: list[str], tmp_path: Path, tiny_llama: Callable
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    # 7 rows in steps of 2: an epoch ends within a training step.
+    (tmp_path / "ptx.jsonl").write_text("\n".join(json.dumps({"text": "12+34=46"[:n]}) for n in range(2, 9)))
+    settings = [*settings, f"data.ptx_files={tmp_path}/ptx.jsonl", "actor_rollout_ref.actor.ptx_coef=0.5"]
     run_locally(whole, tiny_llama, *settings, steps=5)
     run_until(1, parts, tiny_llama, *settings)
     run_until(3, parts, tiny_llama, *settings)
     run_locally(parts, tiny_llama, *settings, steps=5)
     assert len(list((parts / "runs").glob("2*"))) == 1
-    assert numbers_of(parts) == numbers_of(whole)
+    assert numbers_of(parts) == numbers_of(whole) and "actor/ptx_loss" in numbers_of(whole)[-1]
     assert [row["step"] for row in metrics_of(parts)] == [0, 1, 2, 3, 4, 5]
     assert any(row.get("rollout/num_prompt_batches", 1) > 1 for row in metrics_of(parts))
     expected = tensors_of(whole, 5)

@@ -15,6 +15,7 @@ import step_corrections as corrections
 import step_world as world
 import torch
 from step_llama import Llama, Parameters
+from step_terms import kl_estimate, ptx_loss
 
 Settings = dict[str, object]
 ACTOR = "actor_rollout_ref.actor"
@@ -265,6 +266,9 @@ class Run:
             told.means["actor/kl_loss"] = aggregate(kls)
             told.means["actor/kl_coef"] = torch.tensor(actor["kl_loss_coef"])
             loss = loss + actor["kl_loss_coef"] * told.means["actor/kl_loss"]
+        if actor["ptx_coef"]:
+            told.means["actor/ptx_loss"] = ptx_loss(self.actor.model, self.settings, self.actor.optimizer_steps)
+            loss = loss + actor["ptx_coef"] * told.means["actor/ptx_loss"]
         return loss, told
 
     def value_loss(self, rows: list[Row], aggregate: "Aggregate") -> tuple[torch.Tensor, "Told"]:
@@ -406,14 +410,6 @@ def values(model: Llama, row: Row) -> torch.Tensor:
 
 def cat(rows: list[Row], name: str) -> torch.Tensor:
     return torch.cat([row.known[name] for row in rows])
-
-
-def kl_estimate(log_prob: torch.Tensor, reference: torch.Tensor, name: str) -> torch.Tensor:
-    """Schulman's estimators (2020); "+" keeps the value and takes the gradient of half the squared difference."""
-    d = log_prob - reference
-    estimators = {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "low_var_kl": ((-d).exp() - 1 + d).clamp(-10, 10)}
-    value = estimators[{"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(name.rstrip("+"), name.rstrip("+"))]
-    return value.detach() + d**2 / 2 - (d**2 / 2).detach() if name.endswith("+") else value
 
 
 def gae(scored: list[Row], gamma: float, lam: float) -> None:

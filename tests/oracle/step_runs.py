@@ -98,6 +98,7 @@ def write_world(folder: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
     (folder / "reward.py").write_text(world.REWARD)
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in world.TEXTS))
 
 
 class Configurable(Worker):
@@ -269,7 +270,7 @@ def train(settings: Settings, start: StartGroups, steps: int) -> Trained:
         cleanup.callback(recorder.timeline_file.close)
         trainer = StepTrainer(
             inputs.config, inputs.tokenizer, inputs.role_worker_mapping, None, inputs.train_dataset,
-            inputs.val_dataset, inputs.scorer, recorder,
+            inputs.val_dataset, inputs.scorer, recorder, inputs.ptx_dataset,
         )  # fmt: skip
         trainer.start = start
         trainer.init_workers()

@@ -123,6 +123,9 @@ RUNS: dict[str, dict[str, Any]] = {
         f"{ACTOR}.use_kl_loss": True,
         f"{ACTOR}.kl_loss_coef": 0.2,
         f"{ACTOR}.kl_loss_type": "k3+",
+        f"{ACTOR}.ptx_coef": 0.7,
+        "data.ptx_files": "{folder}/texts.jsonl",
+        "data.ptx_batch_size": 4,
         f"{ACTOR}.grad_clip": 100.0,
         f"{ACTOR}.optim.lr": 2e-3,
         f"{ACTOR}.optim.lr_scheduler_type": "linear",
@@ -210,6 +213,8 @@ REACHES_A_FORMULA: dict[str, tuple[str, Any]] = {
     },
     f"{ACTOR}.ppo_mini_batch_size": ("gae", 4),
     f"{ACTOR}.clip_ratio": ("grpo", DEFAULT),
+    f"{ACTOR}.ptx_coef": ("grpo", DEFAULT),
+    "data.ptx_batch_size": ("grpo", 2),
     f"{ACTOR}.policy_loss.loss_mode": ("warm-up", DEFAULT),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": ("warm-up", DEFAULT),
     f"{ACTOR}.optim.lr_scheduler_type": ("grpo", DEFAULT),
@@ -296,7 +301,14 @@ PRECISION: dict[str, tuple[str, str, str]] = {
 # Other keys: they reach no formula of a training step. Under one word why.
 REACHES_NO_FORMULA: dict[str, list[str]] = {
     "input": [
-        *("data.train_files", "data.val_files", "data.val_max_samples", "data.prompt_key", "data.reward_fn_key"),
+        *(
+            "data.train_files",
+            "data.val_files",
+            "data.ptx_files",
+            "data.val_max_samples",
+            "data.prompt_key",
+            "data.reward_fn_key",
+        ),
         *("data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs"),
         *("actor_rollout_ref.model.tokenizer_path", f"{ROLLOUT}.prompt_length", "custom_reward_function.path"),
     ],

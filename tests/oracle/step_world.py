@@ -15,6 +15,7 @@ VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS]
 
 # In file order; the chat template adds "=". Their lengths differ.
 PROMPTS = ["1+2", "a", "12+34", "7-3", "b+cd", "9", "x-yz", "0+0+0"]
+TEXTS = ["1+2=3", "abc", "7-3", "x+y-z=0", "42", "12+34=46", "b=cd"]
 LONGEST_PROMPT, LONGEST_RESPONSE = 6, 7
 
 UNSCORED, BROKEN = "q", "w"

@@ -80,7 +80,7 @@ def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(load:
         (
             {"prompt": "a", "chosen": "b" * 40, "rejected": "b" * 41},
             {"overlong": "truncate"},
-            "row 0: chosen and rejected have the same 30 tokens among its first data.max_length=30",
+            "row 0: chosen and rejected have the same 30 tokens among its first 30 tokens",
         ),
         (
             {"prompt": "a" * 40, "chosen": "b", "rejected": "c"},

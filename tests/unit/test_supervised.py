@@ -75,14 +75,14 @@ def test_what_assistants_write_is_learned_with_the_end_of_their_turns(load: Call
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        ([{"text": "ab"}], {}, r"rows.jsonl, row 0: field 'prompt' is missing, .* the row has text"),
+        ([{"story": "ab"}], {}, r"rows.jsonl, row 0: field 'prompt' is missing, .* the row has story"),
         ([{"messages": [{"role": "user"}]}], {}, r"row 0: field messages\[0\] is dict"),
         ([{"messages": messages(("user", "ab"))}], {}, "row 0: none of the 3 tokens is learned"),
         ([{"prompt": "a" * 30, "response": "c"}], {}, "34 tokens, more than data.max_length=30"),
         (
             [{"prompt": "a" * 30, "response": "c"}],
             {"overlong": "truncate"},
-            "none of the 30 tokens .* first data.max_l",
+            "none of the 30 tokens .* among its first 30 tokens",
         ),
         ([{"prompt": "a" * 30, "response": "c"}], {"overlong": "drop"}, r"no conversation .* \(1 are too long\)"),
     ],

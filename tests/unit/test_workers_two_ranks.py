@@ -40,7 +40,7 @@ from verl_like.workers.weight_transfer.direct import (
 
 LAYOUTS = {"sharded": "zero3", "replicated": "ddp"}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
-OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True}
+OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "ptx_coef": 0.4}
 BUDGET = 12
 
 
@@ -90,12 +90,12 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
     out, model = Path(folder), str(Path(folder, "model"))
-    data = padded_half(make_batch(rows=7), rank)
+    data, ptx = padded_half(make_batch(rows=7), rank), make_batch(rows=10, seed=2)[slice(5 * rank, 5 * rank + 5)]
     for layout, strategy in LAYOUTS.items():
         worker = ActorWorker(policy_config(model, micro=3, fsdp={"strategy": strategy}, **OBJECTIVE))
         worker.init_model()
         log_probs = worker.compute_log_prob(data).batch["old_log_probs"]
-        gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data))
+        gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data, ptx))
         export = worker.export_weights(version=1)
         worker.weight_transport = NcclTransport()
         announced = worker.export_weights(version=1)
@@ -153,7 +153,8 @@ def one_rank(two_ranks):
     data = make_batch(rows=7)
     group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE))
     log_probs = group.compute_log_prob(data).get().batch["old_log_probs"]
-    gradients, output = gradients_of(group.workers[0], lambda: group.update_actor(data).get())
+    ptx = make_batch(rows=10, seed=2)
+    gradients, output = gradients_of(group.workers[0], lambda: group.update_actor(data, ptx).get())
     return {
         "gradients": gradients,
         "metrics": metric_values(output.meta_info["metrics"]),

@@ -21,7 +21,8 @@ class ConversationDataset:
 
     A row has `messages`, a list of {"role", "content"}, or `prompt` (text or messages) and `response` or `completion`
     (text or messages). The whole conversation goes through the tokenizer's chat template at once. What an assistant
-    writes begins where the template's generation prompt ends, and ends with the turn, its end token included.
+    writes begins where the template's generation prompt ends, and ends with the turn, its end token included. Or a row
+    has `text`, which goes through no template and is learned as a whole, from its second token on.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -72,7 +73,7 @@ class ConversationDataset:
                 if overlong == "drop":
                     continue
                 row = [(ids[:max_length], learned[:max_length]) for ids, learned in row]
-            self.check(row, place, f" among its first data.max_length={max_length} tokens" * (length > max_length))
+            self.check(row, place, f" among its first {max_length} tokens" * (length > max_length))
             self.longest = max(self.longest, min(length, max_length))
             self.last_tokens |= {int(ids[-1]) for ids, _ in row}
             self._rows.append((row, columns))
@@ -81,6 +82,10 @@ class ConversationDataset:
 
     def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
         """The conversations of a row, and its further columns. Raises ValueError for one that cannot be used."""
+        has_no_turns = isinstance(record, dict) and not record.get("messages") and not record.get("prompt")
+        if has_no_turns and isinstance(record.get("text"), str):
+            ids = np.array(self.tokenizer(record["text"])["input_ids"], dtype=np.int64)
+            return [(ids, np.ones_like(ids, dtype=bool))], {}
         return [tokens_of(messages_of(record, place), 0, self.tokenizer, self.template_kwargs, place)], {}
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
@@ -88,8 +93,7 @@ class ConversationDataset:
         for ids, learned in row:
             if not learned[1:].any():
                 raise ValueError(
-                    f"{place}: none of the {len(ids)} tokens is learned: the conversation has no assistant's text"
-                    + where
+                    f"{place}: none of the {len(ids)} tokens is learned: the row has no text of an assistant" + where
                 )
 
     def __len__(self) -> int:
@@ -118,7 +122,7 @@ class ConversationDataset:
 
 def messages_of(record: Any, place: str) -> list[Message]:
     """The messages of a row. Raises ValueError for a row of another form."""
-    expected = "messages, or prompt and response"
+    expected = "messages, prompt and response, or text"
     if isinstance(record, dict) and record.get("messages") is not None:
         return messages_in(record, "messages", None, place, expected)
     answer = "response" if isinstance(record, dict) and record.get("response") is not None else "completion"

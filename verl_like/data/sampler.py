@@ -7,14 +7,17 @@ class EpochSampler:
     """Splits each epoch's order of the rows into batches and drops the last incomplete one.
 
     It keeps no state, so a resumed run needs only the number of the step. `seed`, below 2**32, and the epoch decide the
-    order; without `shuffle` it is that of the dataset. Raises ValueError if there are fewer rows than one batch takes.
+    order; without `shuffle` it is that of the dataset. Raises ValueError if there are fewer rows than one batch takes,
+    which `key`_files and `key`_batch_size set.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, num_rows: int, batch_size: int, seed: int = 0, shuffle: bool = True, key: str = "data.train"
+    ) -> None:
         if num_rows < batch_size:
             raise ValueError(
-                f"data.train_files has {num_rows} rows, fewer than data.train_batch_size={batch_size}: add rows, or "
-                "lower data.train_batch_size"
+                f"{key}_files has {num_rows} rows, fewer than {key}_batch_size={batch_size}: add rows, or lower "
+                f"{key}_batch_size"
             )
         self.num_rows = num_rows
         self.batch_size = batch_size

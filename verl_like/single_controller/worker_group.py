@@ -183,7 +183,8 @@ class BoundMethod:
         return Future(group.submit(spec, calls, ranks), collect)
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
-        """Raise ValueError for batches that the method cannot take. Returns the order of an Ordered batch, or None."""
+        """Raise ValueError for batches that the method cannot take. Returns the order of the first Ordered batch, which
+        is that of the result, or None."""
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
         if not any(isinstance(batch, DataProtoFuture) for batch in plain):
@@ -192,8 +193,8 @@ class BoundMethod:
         if not ordered:
             return None
         where, mode = f"{self.group.role}.{self.spec.name}", self.spec.dispatch_mode
-        if len(batches) > 1:
-            raise ValueError(f"{where} got an Ordered batch beside another one: join them with union")
+        if len(ordered) < len(batches):
+            raise ValueError(f"{where} got an Ordered batch beside another one: join them with union, or order both")
         if mode.collect_ranks is None and mode is not Dispatch.DP_COMPUTE_METRIC:
             raise ValueError(f"{where} got an Ordered batch, but {mode.name} does not split batches: give the batch")
         return ordered[0].order

@@ -27,7 +27,9 @@ class RowWork:
         tokens_B, scored_B = (batch.batch[name].sum(-1).numpy() for name in ("attention_mask", "response_mask"))
         return cls(tokens_B, cost.forward(tokens_B, scored_B), balance)
 
-    def submit(self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None) -> Future[Any]:
+    def submit(
+        self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None, *beside: Ordered
+    ) -> Future[Any]:
         """Starts a method on the batch, whose rows are divided among its ranks; results are in the batch's own order.
 
         With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, an equal
@@ -37,7 +39,7 @@ class RowWork:
         num_ranks = data_parallel_size(method)
         if num_ranks is None or (num_mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
             return method.remote(batch)
-        return method.remote(Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch))))
+        return method.remote(Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch))), *beside)
 
     def order(self, num_ranks: int, num_mini_batch_rows: int) -> np.ndarray:
         """(B,) int64: the rows of the first rank, then those of the second, and so on."""

@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from verl_like.data.conversations import ConversationDataset
+from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
+from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.balancing import RowWork, data_parallel_size
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.roles import Role
@@ -44,9 +48,14 @@ class Learner:
     """Among them the actor's and, where there is one, the critic's."""
     max_staleness: int
     """Most training steps between the weights that drew a token and those that are trained on it."""
+    ptx_dataset: ConversationDataset | None = None
+    """The rows of `data.ptx_files`."""
+    joint: tuple[int, int] = (0, 1)
+    """Which of how many trainers of the actor this is."""
     version: int = 0
 
     def __post_init__(self) -> None:
+        assert bool(self.ptx_dataset) == bool(self.config.data.ptx_files), "a learner needs the rows of data.ptx_files"
         self.actor, self.critic = self.groups[Role.Actor], self.groups.get(Role.Critic)
         self.trained = {str(role): self.groups[role] for role in (Role.Actor, Role.Critic) if role in self.groups}
         policy = self.config.actor_rollout_ref  # mini-batches: rows of one optimizer step over all ranks
@@ -66,9 +75,25 @@ class Learner:
         if self.critic:
             pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
         if self.version >= self.config.trainer.critic_warmup:
-            pending.append(work.submit(self.actor.update_actor, batch, self.num_actor_mini_batch_rows))
+            size = self.num_actor_mini_batch_rows
+            pending.append(work.submit(self.actor.update_actor, batch, size, *self.ptx_rows(batch, work.balance)))
         self.version += part == num_parts
         return Update(pending, metrics)
+
+    def ptx_rows(self, batch: DataProto, balance: bool) -> list[Ordered]:
+        """The rows of `data.ptx_files` for the optimizer steps on this batch, a function of seed and training step."""
+        if not self.ptx_dataset:
+            return []
+        trainer, (index, num_trainers) = self.config.trainer, self.joint
+        size, part = self.config.data.ptx_batch_size, batch.meta_info.get("part_of_step", (1, 1))
+        num_steps = len(batch) // self.num_actor_mini_batch_rows
+        first = ((self.version - trainer.critic_warmup) * part[1] + part[0] - 1) * num_steps
+        sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
+        numbers = [step * num_trainers + index for step in range(first, first + num_steps)]
+        rows = self.ptx_dataset.collate([row for number in numbers for row in sampler.batch(number)[1]])
+        tokens_B = rows.tensors()["attention_mask"].sum(-1).numpy()
+        num_ranks = data_parallel_size(self.actor.update_actor) or 1
+        return [Ordered(rows, RowWork(tokens_B, tokens_B, balance).order(num_ranks, size))]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Training steps between the oldest token of each response and the weights that are trained on it."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
+from verl_like.data.conversations import ConversationDataset
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
@@ -51,6 +52,7 @@ class PPOInputs:
     scorer: RuleScorer | None
     notes: tuple[str, ...]
     """Numbers of prompts, and the sum of a GPU's memory where there are GPUs here."""
+    ptx_dataset: ConversationDataset | None
 
 
 def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
@@ -68,6 +70,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
+    ptx_dataset = load_ptx_dataset(config, tokenizer)
     if config.trainer.pipeline_depth:  # a checkpoint then holds rows, with every field that they have
         with tempfile.TemporaryDirectory() as folder:
             train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
@@ -99,8 +102,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         )
     check_names_of_rewards(config, columns, numbers)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
+    notes += [f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)"] if ptx_dataset else []
     notes += [memory] if memory else []
-    return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes))
+    return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes), ptx_dataset)
 
 
 def _prompts_note(name: str, dataset: PromptDataset) -> str:
@@ -221,6 +225,22 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
         max_samples=data.train_max_samples if part == "train" else data.val_max_samples,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
     )
+
+
+def load_ptx_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationDataset | None:
+    """The rows of `data.ptx_files`, or None where there are none; raises ValueError if they are not one batch."""
+    data = config.data
+    if not data.ptx_files:
+        return None
+    dataset = ConversationDataset(
+        data.ptx_files,
+        tokenizer,
+        max_length=data.max_prompt_length + data.max_response_length,
+        overlong="truncate",
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    EpochSampler(len(dataset), data.ptx_batch_size, key="data.ptx")
+    return dataset
 
 
 def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:

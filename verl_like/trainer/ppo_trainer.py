@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import get_kl_controller
+from verl_like.data.conversations import ConversationDataset
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, merge_metrics, metric_values
@@ -53,6 +54,7 @@ class RayPPOTrainer(TrainingLoop):
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None
     recorder: RunRecorder
+    ptx_dataset: ConversationDataset | None = None
 
     def __post_init__(self) -> None:
         if self.rule_scorer:
@@ -103,7 +105,7 @@ class RayPPOTrainer(TrainingLoop):
         )
 
     def build_learner(self) -> Learner:
-        return Learner(self.config, self.groups, self.config.trainer.pipeline_depth)
+        return Learner(self.config, self.groups, self.config.trainer.pipeline_depth, self.ptx_dataset)
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""

@@ -26,6 +26,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
         inputs.val_dataset,
         inputs.scorer,
         recorder,
+        inputs.ptx_dataset,
     )
     trainer.init_workers()
     trainer.fit()

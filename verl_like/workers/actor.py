@@ -91,8 +91,10 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),  # of some policy losses
         ],
     )
-    def update_actor(self, data: DataProto) -> DataProto:
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> DataProto:
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
+
+        Each mini-batch adds `ptx_loss` of an equal part of the rows `ptx`, the first of the first ones.
 
         A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
         Raises ValueError for several steps without them.
@@ -106,7 +108,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                 "compute_log_prob before and add what it returns to the batch."
             )
         part = data.meta_info.get("part_of_step", (1, 1))
-        metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor", part=part)
+        beside = (to_rows(ptx, self.device), self.ptx_loss) if ptx else None
+        metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor", part=part, beside=beside)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -164,3 +167,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
+
+    def ptx_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+        """The share of some rows in -ptx_coef / N sum log p(token | those before), over the N learned tokens that the
+        mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022, arXiv:2203.02155, eq. 2)."""
+        packed = self.engine.pack(micro)
+        (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
+        loss = -packed.unpack(log_probs).sum() / mini_batch.num_tokens
+        return self.config.actor.ptx_coef * loss, {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
+from verl_like.trainer.config.ptx_rules import ptx_rows_are_even
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
@@ -354,7 +355,7 @@ PLACEMENT_RULES = (
     *(every_role_has_a_pool, every_pool_has_a_role),
 )
 SIZE_RULES = (sizes_divide_the_pool, a_single_device_is_one_process)
-BATCH_RULES = (*SIZE_RULES, updates_split_evenly, token_budgets_hold_the_longest_sequence)
+BATCH_RULES = (*SIZE_RULES, updates_split_evenly, token_budgets_hold_the_longest_sequence, ptx_rows_are_even)
 OTHER_RULES = (
     groups_have_several_responses,
     needed_values_have_a_critic,

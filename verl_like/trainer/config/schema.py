@@ -8,7 +8,7 @@ from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estima
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import Registry, required_inputs
-from verl_like.config_model import ConfigModel, MinusOneOrPositive, OpenConfigModel, PositiveInt
+from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, OpenConfigModel, PositiveInt
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
 from verl_like.trainer.roles import Role
 from verl_like.workers.config.roles import (
@@ -20,7 +20,8 @@ from verl_like.workers.config.roles import (
 )
 
 # Lists become tuples, so that nothing below the entry point can change them.
-Paths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False), Field(min_length=1)]
+OptionalPaths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
+Paths = Annotated[OptionalPaths, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -53,6 +54,12 @@ class DataConfig(ConfigModel):
     """What happens to a longer prompt that is not dropped: error, or tokens are cut left, right or in the middle."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
+    ptx_files: OptionalPaths = ()
+    """Rows for the loss of actor.ptx_coef: one file or a list of files (parquet, JSON, JSONL), whose rows have text, of
+    which all is learned, or conversations as those of main_sft. What is longer than the longest prompt and response
+    together is cut at its end."""
+    ptx_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]
+    """Rows of data.ptx_files in each optimizer step of the actor, over all ranks."""
 
 
 class CustomRewardFunctionConfig(ConfigModel):

@@ -8,13 +8,17 @@ from pydantic import Field
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.config_model import ConfigModel, PositiveInt
+from verl_like.trainer.config.ptx_rules import ptx_rows_are_even
 from verl_like.trainer.config.rules import broken_rules, updates_split_evenly
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
 TRAINED = (Role.Actor, Role.Critic)
-DIVIDED = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
-"""Numbers of prompts of which each trainer has an equal part."""
+DIVIDED = (
+    *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"),
+    "data.ptx_batch_size",
+)
+"""Numbers of prompts, or of other rows, of which each trainer has an equal part."""
 
 
 class DetachedBlock(ConfigModel):
@@ -172,12 +176,14 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         )
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and detached.num_makers > 1:
         yield "algorithm.kl_ctrl.type=adaptive follows the KL of all samples, and a maker sees only its own; set fixed"
-    used = [key for key in DIVIDED if config.needs_critic or not key.startswith("critic")]
+    is_used = {"critic.ppo_mini_batch_size": config.needs_critic, "data.ptx_batch_size": bool(config.data.ptx_files)}
+    used = [key for key in DIVIDED if is_used.get(key, True)]
     uneven = {key: number for key in used if (number := attrgetter(key)(config)) % detached.num_trainers}
     for key, number in uneven.items():
         yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
     if not uneven:
-        for problem in updates_split_evenly(config.of_trainer("trainer")):
+        of_trainer = config.of_trainer("trainer")
+        for problem in (*updates_split_evenly(of_trainer), *ptx_rows_are_even(of_trainer)):
             yield f"for each of {detached.num_trainers} trainers, which take equal parts: {problem}"
 
 

@@ -23,10 +23,11 @@ from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Sid
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.metrics import batch_metrics
+from verl_like.trainer.ppo_inputs import load_ptx_dataset
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
 from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.config.joint_trainer import JointTrainer
-from verl_like.workers.models.pretrained import load_hf_config
+from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.flops import ModelCost
 
 
@@ -124,7 +125,8 @@ class DetachedPPOTrainer(Side):
             address = str(self.env_info["master_addr"]), int(self.env_info["master_port"])
             joint = JointTrainer(self.index, world_size, *address)
         self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, joint)
-        self.learner = Learner(config, self.groups, config.detached.max_staleness)
+        ptx = load_ptx_dataset(config, load_tokenizer(config.actor_rollout_ref.model))
+        self.learner = Learner(config, self.groups, config.detached.max_staleness, ptx, (self.index, world_size))
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         self.recorder.placement = placement_rows(placement)

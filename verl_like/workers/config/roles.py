@@ -60,6 +60,9 @@ class ActorConfig(OpenConfigModel):
     kl_loss_type: KlPenalty = "low_var_kl"
     """Per-token KL estimator of the KL loss: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing + keeps the value
     and takes the gradient of k2."""
+    ptx_coef: NonNegativeFloat = 0.0
+    """Weight of the language-model loss on data.ptx_files that is added to the loss (PPO-ptx, arXiv:2203.02155); 0
+    switches it off."""
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0

@@ -3,7 +3,7 @@
 import math
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -141,25 +141,41 @@ def forward(
 
 
 def update(
-    engine: TrainingEngine, rows: Rows, schedule: UpdateSchedule, loss: MicroLoss, prefix: str, part: tuple[int, int]
+    engine: TrainingEngine,
+    rows: Rows,
+    schedule: UpdateSchedule,
+    loss: MicroLoss,
+    prefix: str,
+    part: tuple[int, int],
+    beside: tuple[Rows, MicroLoss] | None = None,
 ) -> dict[str, Metric]:
     """Trains on all rows, one optimizer step per mini-batch; returns the metrics, the engine's own under `prefix`.
 
     `part` (i, k): the rows are the i-th of k equal parts of a training step, whose metrics merge to those of the step.
+    `beside`: other rows, of which each optimizer step adds an equal part's loss, with counts of its own.
     """
     number, num_parts = part
     stopwatch = Stopwatch(engine, rows, prefix, passes=3 * schedule.epochs)
+    losses, plans = [(rows, loss)], [_plan(rows, schedule, engine.sequence_parallel_size)]
+    if beside:
+        stopwatch.count(beside[0])
+        schedule = replace(schedule, num_mini_batch_rows=len(beside[0]["input_ids"]) * schedule.epochs // len(plans[0]))
+        losses, plans = [*losses, beside], [*plans, _plan(beside[0], schedule, engine.sequence_parallel_size)]
     metrics: list[dict[str, Metric]] = []
     norms = []
     lr = engine.lr
     with engine.on_device(train=True):
-        for mini_batch in _plan(rows, schedule, engine.sequence_parallel_size):
+        for mini_batches in zip(*plans, strict=True):
+            passes = [(*one, at) for one in zip(losses, mini_batches, strict=True) for at in one[1].micro_batches]
+            both = replace(mini_batches[0], share=engine.sequence_parallel_size / (len(passes) * dist.get_world_size()))
+            if not both.num_tokens:  # no row counts
+                continue
             unread: list[MicroMetrics] = []
-            for index, micro_batch in enumerate(mini_batch.micro_batches):
-                micro_rows = {name: column[micro_batch] for name, column in rows.items()}
+            for index, ((all_rows, loss), mini_batch, micro_batch) in enumerate(passes):
+                micro_rows = {name: column[micro_batch] for name, column in all_rows.items()}
                 micro_loss, micro_metrics = loss(micro_rows, mini_batch)
-                engine.backward(micro_loss, is_last=index == len(mini_batch.micro_batches) - 1)
-                unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.loss(micro_loss, mini_batch)}]
+                engine.backward(micro_loss, is_last=index == len(passes) - 1)
+                unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.loss(micro_loss, both)}]
             norms.append(engine.step())
             metrics += read_metrics(unread)
     engine.training_steps += number == num_parts
@@ -188,7 +204,7 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
 
 
 def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> list[MiniBatch]:
-    """The mini-batches of all epochs with their counts; those without any token on any rank are left out.
+    """The mini-batches of all epochs with their counts.
 
     Each row is on `sequence_parallel_size` ranks and counts once. ValueError if trainers differ in their rows.
     """
@@ -208,7 +224,6 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> 
     return [
         MiniBatch(own, tokens, sequences, share=sequence_parallel_size / (len(own) * dist.get_world_size()))
         for own, (tokens, sequences) in zip(micro_batches, counts.tolist(), strict=True)
-        if tokens > 0
     ] * schedule.epochs
 
 

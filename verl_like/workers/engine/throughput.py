@@ -31,14 +31,19 @@ class Stopwatch:
     """
 
     def __init__(self, engine: TrainingEngine, rows: Mapping[str, torch.Tensor], phase: str, *, passes: int) -> None:
-        self.engine, self.phase = engine, phase
+        self.engine, self.phase, self.passes = engine, phase, passes
+        self.tokens, self.flops = 0, 0.0
+        self.count(rows)
+        self.start = time.perf_counter()
+
+    def count(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Adds rows to those of the pass."""
         lengths_B = rows["attention_mask"].sum(-1)
         if PAD_COLUMN in rows:
             lengths_B = lengths_B.masked_fill(rows[PAD_COLUMN], 0)
         scored_B = rows["response_mask"].sum(-1).cpu().numpy()
-        self.tokens = int(lengths_B.sum())
-        self.flops = passes * float(engine.cost.forward(lengths_B.cpu().numpy(), scored_B).sum())
-        self.start = time.perf_counter()
+        self.tokens += int(lengths_B.sum())
+        self.flops += self.passes * float(self.engine.cost.forward(lengths_B.cpu().numpy(), scored_B).sum())
 
     def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
         """`perf/tokens_per_s/<phase>`: sum of ranks, mean of `num_parts`; `perf/mfu/<phase>` over ranks and time."""
