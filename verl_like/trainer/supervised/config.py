@@ -67,9 +67,6 @@ class SupervisedTrainerConfig(RecordConfig):
 class SupervisedConfig(RunConfig):
     """The whole configuration of training on examples."""
 
-    with_language_head: ClassVar[bool] = True
-    """Whether the model computes log-probabilities."""
-
     data: ExamplesConfig
     model: SupervisedModelConfig
     training: TrainingConfig = TrainingConfig()
@@ -104,7 +101,6 @@ class RMConfig(SupervisedConfig):
     """Of training a reward model."""
 
     base_name: ClassVar[str] = "rm_trainer"
-    with_language_head: ClassVar[bool] = False
 
     trainer: RMTrainerConfig
 
@@ -140,7 +136,7 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
             f"data.train_batch_size={config.data.train_batch_size} does not divide by {ranks // shared}, the "
             f"{ranks} ranks over those that share a sequence: every rank gets as many rows"
         )
-    if shared > 1 and not config.with_language_head:
-        yield (f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole sequences; set it to 1")
+    if shared > 1 and isinstance(config, RMConfig):
+        yield f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole sequences; set it to 1"
     if isinstance(config, DPOConfig) and config.training.loss_type == "ipo" and config.training.label_smoothing:
         yield f"training.label_smoothing={config.training.label_smoothing} has no effect on ipo: set it to 0"

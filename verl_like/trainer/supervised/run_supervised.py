@@ -25,7 +25,7 @@ from verl_like.workers.models.pretrained import fetch_weights, load_hf_config, l
 from verl_like.workers.supervised import DPOWorker, RMWorker, SFTWorker, SupervisedWorker
 
 
-def display_of(prefix: str, unit: str, *charts: tuple[str, tuple[str, ...], str]) -> Display:
+def display_of(prefix: str, unit: str) -> Display:
     """What is shown of a run whose metrics begin with `prefix`; `unit` is the loss's."""
     return Display(
         step_line=(
@@ -40,17 +40,12 @@ def display_of(prefix: str, unit: str, *charts: tuple[str, tuple[str, ...], str]
         charts=(
             ("Validation", ("val-core/",), ""),
             ("Loss", (f"{prefix}/loss",), unit),
-            *charts,
+            ("Rewards", tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin")), ""),
+            ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),
             ("Gradient norm", (f"{prefix}/grad_norm",), ""),
             ("Seconds a step", ("timing_s/step",), "s"),
         ),
     )
-
-
-def display_of_pairs(prefix: str) -> Display:
-    rewards = tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin"))
-    calibration = (f"{prefix}/accuracy", f"{prefix}/confidence")
-    return display_of(prefix, "nats per pair", ("Rewards", rewards, ""), ("Accuracy", calibration, "share"))
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,8 @@ class Kind:
 
 KINDS: dict[type[SupervisedConfig], Kind] = {
     SFTConfig: Kind(SFTWorker, ConversationDataset, display_of("sft", "nats per learned token")),
-    RMConfig: Kind(RMWorker, PreferenceDataset, display_of_pairs("rm")),
-    DPOConfig: Kind(DPOWorker, PreferenceDataset, display_of_pairs("dpo")),
+    RMConfig: Kind(RMWorker, PreferenceDataset, display_of("rm", "nats per pair")),
+    DPOConfig: Kind(DPOWorker, PreferenceDataset, display_of("dpo", "per pair")),
 }
 
 

@@ -8,7 +8,7 @@ from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import SupervisedConfig
+from verl_like.trainer.supervised.config import RMConfig, SupervisedConfig
 from verl_like.trainer.training_loop import TrainingLoop
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
@@ -33,7 +33,7 @@ class SupervisedTrainer(TrainingLoop):
         self.sampler = EpochSampler(len(self.train_dataset), data.train_batch_size, trainer.seed, data.shuffle)
         self.trained = {"model": self.group}
         hf_config = load_hf_config(self.config.model, key="model")
-        self.model_cost = ModelCost.of(hf_config, with_head=self.config.with_language_head)
+        self.model_cost = ModelCost.of(hf_config, with_head=not isinstance(self.config, RMConfig))
 
     def init_workers(self) -> None:
         """Loads the model, of a resumed run with the weights of its checkpoint."""
