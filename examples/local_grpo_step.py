@@ -13,12 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples.split_placement.make_toy_world import Settings, make_model, make_row, make_tokenizer
-from verl_like.single_controller.local import LocalWorkerGroup
-from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.simple import LocalTrainer
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import load_dataset, start_reward_manager
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
@@ -29,16 +27,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """The share of digits in the response, which even a random model can raise."""
     return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))
 '''
-
-
-class LocalTrainer(RayPPOTrainer):
-    """The same trainer on workers that are objects of this process."""
-
-    def start_groups(self) -> dict[str, WorkerGroup]:
-        return {
-            role: LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.timeline.record)
-            for role, worker_class in self.role_worker_mapping.items()
-        }
 
 
 def write_inputs(folder: Path) -> PPOConfig:

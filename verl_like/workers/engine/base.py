@@ -65,8 +65,8 @@ class TrainingEngine(Protocol):
         """`file_digest` of the files that `save` wrote on this rank, by name. None while they are being written, unless
         `wait`; raises OSError, naming the file that cannot be written."""
 
-    def load(self, path: str) -> None:
-        """Reads what `save` wrote, on any number of ranks; raises ValueError if there is nothing at `path`."""
+    def load(self, path: str, with_model: bool = True) -> None:
+        """Reads what `save` wrote, on any number of ranks, or all but the parameters; ValueError if none is there."""
 
     def save_hf(self, path: str) -> None:
         """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""

@@ -90,6 +90,11 @@ def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
+def value_head(hf: PreTrainedModel) -> nn.Module:
+    """The head of a model for token classification, by the name that its class has for it."""
+    return hf.get_submodule("score" if hasattr(hf, "score") else "classifier")
+
+
 class ValueModel(PackedModel):
     """The value of the state before each response token."""
 
@@ -97,7 +102,7 @@ class ValueModel(PackedModel):
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
-        values = self.hf.get_submodule("score")(self.hidden_states(packed)[packed.scored])
+        values = value_head(self.hf)(self.hidden_states(packed)[packed.scored])
         # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place operation.
         return values.squeeze(-1).to(torch.float32, copy=True)
 

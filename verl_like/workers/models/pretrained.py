@@ -82,7 +82,8 @@ def load_pretrained(
         model, report = auto_class.from_pretrained(
             os.path.expanduser(config.path), config=hf_config, output_loading_info=True, **options
         )
-    missing = [name for name in report["missing_keys"] if new_head_seed is None or not name.startswith("score.")]
+    new_head = () if new_head_seed is None else ("score.", "classifier.")
+    missing = [name for name in report["missing_keys"] if not name.startswith(new_head)]
     if missing:
         raise ValueError(
             f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: {missing}; "

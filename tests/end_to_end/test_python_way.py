@@ -1,0 +1,156 @@
+"""PPO from Python: the example, what it saves, and the listing of docs/python.md."""
+
+import re
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim import SGD, AdamW
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from examples.python_way import ppo_from_scratch
+from examples.python_way.ppo_from_scratch import config, prompts, tokenizer
+from verl_like.simple import Actor, Critic, FsdpStrategy, LocalTrainer, NaiveStrategy, PPOTrainer, RewardModel, Strategy
+
+PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_trainer(strategy: Strategy, load: str | None = None, **options: object) -> PPOTrainer:
+    """A trainer of small models of the example's configuration, which starts from what was saved as `load`."""
+    with strategy.model_init_context():
+        actor, critic = Actor(config=config), Critic()
+    reference, reward_model = deepcopy(actor), RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
+    actor_optim, critic_optim = (AdamW(model.parameters(), lr=1e-3) for model in (actor, critic))
+    if load:
+        strategy.load_model(actor, load)
+        strategy.load_optimizer(actor_optim, f"{load}_optimizer")
+    models = actor, critic, reward_model, reference, actor_optim, critic_optim
+    return PPOTrainer(strategy, *models, tokenizer=tokenizer, max_length=16, **options)
+
+
+def test_the_reward_rises_and_what_is_saved_loads_in_transformers_and_goes_on():
+    scores = ppo_from_scratch.main()
+    assert len(scores) == 12 and mean(scores[-3:]) > mean(scores[:3]) + 0.02
+    saved = AutoModelForCausalLM.from_pretrained("actor")
+    assert all(p.dtype == torch.float32 for p in saved.parameters())
+
+    again = make_trainer(NaiveStrategy(seed=2), load="actor")
+    actor, reference = again.models["actor"], again.models["ref"]
+    loaded = dict(actor.hf.named_parameters())
+    assert all(torch.equal(p, loaded[name]) for name, p in saved.named_parameters())
+    # The steps go on from those 24 that were saved; nothing changes with a learning rate of 0 but the moments.
+    again.settings["actor_rollout_ref.actor.optim.lr"] = 0.0
+    (row,) = again.fit(prompts, max_timesteps=1)
+    assert row["actor/reward_kl_penalty"] > 0.01  # to the reference, which was not loaded
+    assert not torch.equal(reference.hf.lm_head.weight, actor.hf.lm_head.weight)
+    assert all(torch.equal(p, loaded[name]) for name, p in actor.hf.named_parameters())
+    again.strategy.save_optimizer(again.optimizers["actor"], "later")
+    before, after = (next(Path(name).glob("*.safetensors")) for name in ("actor_optimizer", "later"))
+    name = "optimizer.lm_head.weight.step"
+    assert (load_file(before)[name].item(), load_file(after)[name].item()) == (24, 25)
+
+
+def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_with_it(monkeypatch: pytest.MonkeyPatch):
+    first = make_trainer(NaiveStrategy(seed=3))
+    first.fit(prompts, max_timesteps=2)
+    first.strategy.save_optimizer(first.optimizers["actor"], "moments", only_rank0=False)
+    saved = load_file(next(Path("moments").glob("*.safetensors")))
+    started: dict[str, torch.Tensor] = {}
+    fit = LocalTrainer.fit
+
+    def fit_from_what_is_loaded(trainer: LocalTrainer) -> None:
+        state = trainer.groups["actor"].workers[0].engine._state()
+        started.update({name: getattr(value, "full_tensor", value.clone)().clone() for name, value in state.items()})
+        fit(trainer)
+
+    monkeypatch.setattr(LocalTrainer, "fit", fit_from_what_is_loaded)
+    second = make_trainer(NaiveStrategy(seed=4))
+    second.strategy.load_optimizer(second.optimizers["actor"], "moments")
+    weights = {name: p.clone() for name, p in second.models["actor"].hf.named_parameters()}
+    second.fit(prompts, max_timesteps=1)
+    assert saved.keys() == started.keys() and saved["optimizer.lm_head.weight.exp_avg"].any()
+    for name, value in started.items():
+        assert torch.equal(value, weights.get(name.removeprefix("model."), saved[name])), name
+
+
+def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
+    strategy = NaiveStrategy()
+    with strategy.model_init_context():
+        actor, critic = Actor(config=config), Critic()
+    strategy.save_model(actor, "saved")
+    head = critic.value_head.weight.clone()
+    with pytest.raises(ValueError, match=r"saved is no LlamaForTokenClassification: it lacks \['score"):
+        strategy.load_model(critic, "saved")
+    strategy.load_model(critic, "saved", strict=False)
+    assert torch.equal(critic.value_head.weight, head)
+    assert torch.equal(critic.hf.model.embed_tokens.weight, actor.hf.model.embed_tokens.weight)
+
+
+def test_what_cannot_be_is_refused():
+    strategy = NaiveStrategy()
+    with strategy.model_init_context():
+        with pytest.raises(ValueError, match=r"Critic\(\) names no model, and none was made before it"):
+            Critic()
+        actor = Actor(config=config)
+    optimizer = AdamW(actor.parameters())
+    with pytest.raises(ValueError, match="fit trains by torch's AdamW"):
+        strategy.prepare((actor, SGD(actor.parameters(), lr=1.0)))
+    with pytest.raises(ValueError, match="fit trains by torch's AdamW"):
+        strategy.prepare((actor, AdamW(actor.parameters(), betas=(0.9, 0.95))))
+    assert strategy.prepare((actor, optimizer)) == (actor, optimizer)
+    with pytest.raises(ValueError, match="leave it True"):
+        strategy.save_model(actor, "actor", only_rank0=False)
+    with pytest.raises(ValueError, match="call it after fit"):
+        strategy.save_optimizer(optimizer, "optimizer")
+    with pytest.raises(ValueError, match="optimizer has no safetensors file"):
+        strategy.load_optimizer(optimizer, "optimizer")
+    with pytest.raises(ValueError, match="PPO learns from samples"):
+        make_trainer(strategy, do_sample=False)
+
+
+def run_script(source: str) -> None:
+    Path("script.py").write_text(source)
+    subprocess.run([sys.executable, "script.py"], check=True, timeout=300)
+
+
+@pytest.mark.ray
+@pytest.mark.proof
+def test_the_listing_of_the_page_runs_and_goes_on_from_what_it_saved():
+    own_tokenizer = deepcopy(tokenizer)
+    own_tokenizer.chat_template = None
+    own_tokenizer.save_pretrained("gpt2")
+    tiny = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=2, n_head=4, eos_token_id=2)
+    GPT2LMHeadModel(tiny).save_pretrained("gpt2")  # in the place of the hub's, which has dropout as well
+    listing, loads = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    run_script(listing)
+    first = load_file("actor_checkpoint.pt/model.safetensors")
+    assert not torch.equal(
+        first["transformer.wte.weight"], load_file("gpt2/model.safetensors")["transformer.wte.weight"]
+    )
+    before, training = listing.split("trainer = PPOTrainer(")
+    run_script(f"{before}{loads}trainer = PPOTrainer({training}")
+    steps = [load_file(file) for file in Path("actor_optim_checkpoint.pt").glob("*.safetensors")]
+    assert len(steps) == 2  # a file for each rank
+    assert {part["optimizer.transformer.wte.weight.step"].item() for part in steps if part} == {4}
+
+
+@pytest.mark.ray
+@pytest.mark.proof
+def test_strategies_of_several_processes_learn_what_one_does():
+    learned = []
+    for strategy in (NaiveStrategy(seed=5), FsdpStrategy(stage=2, num_processes=2, seed=5, offload=True)):
+        trainer = make_trainer(strategy)
+        trainer.fit(prompts, max_timesteps=2)
+        learned.append(dict(trainer.models["actor"].hf.named_parameters()))
+    for name, parameter in learned[0].items():
+        torch.testing.assert_close(learned[1][name], parameter, rtol=0, atol=1e-5)

@@ -1,0 +1,354 @@
+"""PPO from Python, without configuration files: a strategy, models, `PPOTrainer`, `fit`. What runs is `main_ppo`'s."""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from verl_like.export import export
+from verl_like.single_controller.local import LocalWorkerGroup
+from verl_like.single_controller.ray.start import start_ray
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer import worker_template
+from verl_like.trainer.checkpoint import folder_of_step
+from verl_like.trainer.config import PPOConfig, load_ppo_config
+from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.ppo_inputs import check_inputs
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.roles import Role
+from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.workers.models.packed_models import value_head
+
+TEXT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Chat template for a tokenizer that has none."""
+
+
+class LocalTrainer(RayPPOTrainer):
+    """The same trainer on workers that are objects of this process."""
+
+    def start_groups(self) -> dict[str, WorkerGroup]:
+        return {
+            role: LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.timeline.record)
+            for role, worker_class in self.role_worker_mapping.items()
+        }
+
+
+class Model(nn.Module):
+    """A transformers model in host memory, in float32 and without dropout.
+
+    It has the weights of `pretrained`, a folder or hub name, or random ones of `config`. Without both it is made as the
+    last model in `model_init_context` was.
+    """
+
+    auto_class: ClassVar[Any]
+    source: ClassVar[str | PretrainedConfig | None] = None
+
+    def __init__(self, pretrained: str | None = None, config: PretrainedConfig | None = None) -> None:
+        super().__init__()
+        source = Model.source = pretrained or config or Model.source
+        if source is None:
+            raise ValueError(
+                f"{type(self).__name__}() names no model, and none was made before it: give pretrained=<folder or hub "
+                "name>, or config=<a configuration of transformers>"
+            )
+        made = AutoConfig.from_pretrained(source) if isinstance(source, str) else deepcopy(source)
+        if self.auto_class is not AutoModelForCausalLM:
+            made.num_labels = 1
+        for name in [name for name, value in vars(made).items() if "drop" in name and isinstance(value, float)]:
+            setattr(made, name, 0.0)
+        self.hf: PreTrainedModel = (
+            self.auto_class.from_pretrained(source, config=made, dtype=torch.float32)
+            if isinstance(source, str)
+            else self.auto_class.from_config(made, dtype=torch.float32)
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model below its head."""
+        return self.hf.base_model
+
+    def cuda(self, device: Any = None) -> "Model":
+        """Stays: `fit` places the models."""
+        return self
+
+
+class Actor(Model):
+    """A policy; `deepcopy(actor)` is its reference."""
+
+    auto_class = AutoModelForCausalLM
+
+
+class Critic(Model):
+    """A critic."""
+
+    auto_class = AutoModelForTokenClassification
+
+    @property
+    def value_head(self) -> nn.Module:
+        return value_head(self.hf)
+
+
+class RewardModel(Model):
+    """A reward model: `pretrained`, or a critic's model with a head that scores the last token."""
+
+    auto_class = AutoModelForSequenceClassification
+
+    def __init__(self, model: Any = None, value_head: Any = None, *, pretrained: str | None = None) -> None:
+        super().__init__(pretrained, model and model.config)
+        if model is not None:
+            self.model.load_state_dict(model.state_dict())
+            self.hf.get_submodule("score").load_state_dict({"weight": value_head.weight})
+
+
+class Strategy:
+    """Which processes train, and by its name what each of them holds (docs/memory.md).
+
+    Args:
+        num_processes: by default one for each GPU, and two where there is none.
+        offload: whether parameters and Adam's state are in host memory while they are not used.
+        seed: of new weights, the order of the prompts, and sampling.
+    """
+
+    name = "ddp"
+
+    def __init__(self, num_processes: int | None = None, offload: bool = False, seed: int = 42) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.num_processes = num_processes or torch.cuda.device_count() or 2
+        self.offload, self.seed = offload, seed
+
+    @contextlib.contextmanager
+    def model_init_context(self) -> Iterator[None]:
+        """Within it new weights are of the seed."""
+        Model.source = None
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            yield
+
+    def prepare(self, *given: Any) -> Any:
+        """Returns the models and (model, optimizer) pairs as they are, for `fit` places them.
+
+        Raises ValueError for an optimizer that is not AdamW as `fit` has it.
+        """
+        for optimizer in [pair[1] for pair in given if isinstance(pair, tuple)]:
+            kinds = {(group.get("betas"), group.get("eps")) for group in optimizer.param_groups}
+            if not isinstance(optimizer, torch.optim.AdamW) or kinds != {((0.9, 0.999), 1e-8)}:
+                raise ValueError(f"{optimizer}: fit trains by torch's AdamW with its own betas and eps; give that")
+        return given if len(given) > 1 else given[0]
+
+    def save_model(self, model: Model, path: str, only_rank0: bool = True) -> None:
+        """Writes a folder that transformers loads, in float32."""
+        if not only_rank0:
+            raise ValueError("save_model with only_rank0=False: every rank would write the same; leave it True")
+        model.hf.save_pretrained(path)
+
+    def load_model(self, model: Model, path: str, strict: bool = True) -> None:
+        """Reads such a folder. What it does not have stays as it is, or with `strict` raises ValueError."""
+        model_class: Any = type(model.hf)
+        there, report = model_class.from_pretrained(
+            path, config=model.hf.config, dtype=torch.float32, output_loading_info=True
+        )
+        missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+        if strict and (missing or unexpected):
+            raise ValueError(
+                f"{path} is no {model_class.__name__}: it lacks {missing} and also has {unexpected}; give another "
+                "folder, or strict=False"
+            )
+        model.hf.load_state_dict({k: v for k, v in there.state_dict().items() if k not in missing}, strict=False)
+
+    def save_optimizer(self, optimizer: Any, path: str, only_rank0: bool = False) -> None:
+        """Writes the optimizer's state, a file for each rank."""
+        if only_rank0 or not hasattr(optimizer, "state_folder"):
+            raise ValueError(
+                f"save_optimizer with only_rank0={only_rank0}: every rank writes its shard of what fit left; call it "
+                "after fit, with only_rank0=False"
+            )
+        shutil.copytree(optimizer.state_folder, path, dirs_exist_ok=True)
+
+    def load_optimizer(self, optimizer: Any, path: str) -> None:
+        """Has `fit` start with what `save_optimizer` wrote, under any strategy."""
+        if not any(Path(path).glob("*.safetensors")):
+            raise ValueError(f"load_optimizer: {path} has no safetensors file; give a folder that save_optimizer wrote")
+        optimizer.state_folder = Path(path)
+
+
+class NaiveStrategy(Strategy):
+    """One process: this one where there is no GPU."""
+
+    name = "single"
+
+    def __init__(self, offload: bool = False, seed: int = 42) -> None:
+        super().__init__(1, offload, seed)
+
+
+class DDPStrategy(Strategy):
+    """Whole copies."""
+
+
+class FsdpStrategy(Strategy):
+    """Shards, as by ZeRO of a stage from 1 to 3."""
+
+    def __init__(self, stage: int = 3, **options: Any) -> None:
+        super().__init__(**options)
+        self.name = f"zero{stage}"
+
+
+class PPOTrainer:
+    """PPO with a reward model or, where that is None, by the rules of the rows.
+
+    Args:
+        initial_model: the reference of the KL penalty in the reward, whose weight is `kl_coef`.
+        actor_optim, critic_optim: give learning rates and weight decays.
+        train_batch_size: prompts of an optimizer step; `max_epochs` passes go over the experience.
+        experience_batch_size: prompts of a timestep of `fit`.
+        max_length: most tokens of prompt and response together.
+        pad_token_id, eos_token_id: by default the tokenizer's.
+        overrides: further keys of docs/config.md, each `key=value`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        actor: Actor,
+        critic: Critic,
+        reward_model: RewardModel | None,
+        initial_model: Actor,
+        actor_optim: torch.optim.Optimizer,
+        critic_optim: torch.optim.Optimizer,
+        kl_coef: float = 0.1,
+        train_batch_size: int = 8,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        eps_clip: float = 0.2,
+        value_clip: float = 0.4,
+        experience_batch_size: int = 8,
+        max_epochs: int = 1,
+        max_length: int = 128,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        pad_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        if not do_sample:
+            raise ValueError("do_sample=False: PPO learns from samples; leave it True")
+        self.strategy, self.experience_batch_size, self.max_length = strategy, experience_batch_size, max_length
+        self.models: dict[str, Model] = {"actor": actor, "critic": critic, "ref": initial_model}
+        self.models |= {"reward_model": reward_model} if reward_model else {}
+        self.optimizers: dict[str, Any] = {Role.Actor: actor_optim, Role.Critic: critic_optim}
+        self.overrides, self.tokenizer = overrides, deepcopy(tokenizer)
+        for name, token_id in (("pad_token", pad_token_id), ("eos_token", eos_token_id)):
+            if token_id is not None:
+                setattr(self.tokenizer, name, self.tokenizer.convert_ids_to_tokens(token_id))
+        self.tokenizer.chat_template = self.tokenizer.chat_template or TEXT_ALONE
+        self.settings = {
+            "trainer.n_gpus_per_node": strategy.num_processes,
+            "trainer.seed": strategy.seed,
+            "trainer.experiment_name": "python",
+            "trainer.resume_mode": "disable",
+            "trainer.val_before_train": False,
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.kl_coef": kl_coef,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": train_batch_size,
+            "actor_rollout_ref.actor.ppo_epochs": max_epochs,
+            "actor_rollout_ref.actor.clip_ratio": eps_clip,
+            "actor_rollout_ref.actor.use_dynamic_bsz": True,
+            "actor_rollout_ref.rollout.name": "hf",
+            "actor_rollout_ref.rollout.temperature": temperature,
+            "actor_rollout_ref.rollout.top_k": top_k,
+            "critic.cliprange_value": value_clip,
+            "reward_model.enable": reward_model is not None,
+        }
+        for fsdp in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"):
+            self.settings |= {f"{fsdp}.{part}_offload": strategy.offload for part in ("param", "optimizer")}
+            self.settings[f"{fsdp}.strategy"] = strategy.name
+        for key, optimizer in (("actor_rollout_ref.actor", actor_optim), ("critic", critic_optim)):
+            group = optimizer.param_groups[0]
+            self.settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
+
+    def fit(
+        self, dataset: Sequence[Any], num_episodes: int = 1, max_timesteps: int = 10, update_timesteps: int = 1
+    ) -> list[dict[str, float]]:
+        """Trains on prompts: texts, or rows as in docs/data.md.
+
+        An episode has `max_timesteps` timesteps, and every `update_timesteps` of them are a training step. Then models
+        and optimizers have what was learnt. The run's folder is below `outputs/`. Returns its metrics by step.
+        """
+        num_steps = num_episodes * max_timesteps // update_timesteps
+        with contextlib.ExitStack() as cleanup:
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+            is_local = self.strategy.device == "cpu" and self.strategy.name == "single"
+            template = None
+            if self.strategy.device == "cpu" and not is_local:  # as the command starts workers
+                template = worker_template.start(WORKERS)
+                cleanup.callback(template.close)
+            inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
+            config, mapping = inputs.config, inputs.role_worker_mapping
+            # The actor may start with other weights than the reference.
+            mapping[Role.RefPolicy].kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
+            recorder = RunRecorder(config, PPO_DISPLAY)
+            cleanup.callback(recorder.close, "Ended.")
+            if not is_local:
+                start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
+                cleanup.callback(ray.shutdown)
+            parts: list[Any] = [config, inputs.tokenizer, mapping, None if is_local else build_resource_pools(config)]
+            parts += [inputs.train_dataset, inputs.val_dataset, inputs.scorer, recorder]
+            trainer = LocalTrainer(*parts) if is_local else RayPPOTrainer(*parts)
+            trainer.init_workers()
+            for role, optimizer in self.optimizers.items():
+                if hasattr(optimizer, "state_folder"):
+                    trainer.groups[role].load_checkpoint(str(optimizer.state_folder), with_model=False)
+            trainer.fit()
+            for role, optimizer in self.optimizers.items():
+                saved = folder_of_step(recorder.run_dir, num_steps) / role
+                export(saved, folder / f"trained_{role}", "float32")
+                self.strategy.load_model(self.models[role], f"{folder}/trained_{role}")
+                optimizer.state_folder = saved / "checkpoint"
+        return [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def write_inputs(self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int) -> PPOConfig:
+        """Writes models and prompts; returns the configuration of a run on them."""
+        for name, model in self.models.items():
+            model.hf.save_pretrained(folder / name)
+            self.tokenizer.save_pretrained(folder / name)
+        texts: dict[str, Any] = {"data_source": "text", "reward_model": {"style": "model"}}
+        rows = [
+            row if isinstance(row, Mapping) else texts | {"prompt": [{"role": "user", "content": row}]}
+            for row in dataset
+        ]
+        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        chats: Any = [row["prompt"] for row in rows]
+        encoded: Any = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+        longest = max(map(len, encoded["input_ids"]))
+        settings = self.settings | {
+            "data.train_files": f"{folder}/prompts.jsonl",
+            "data.val_files": f"{folder}/prompts.jsonl",
+            "data.train_batch_size": self.experience_batch_size * update_timesteps,
+            "data.max_prompt_length": longest,
+            "data.max_response_length": self.max_length - longest,
+            "trainer.total_training_steps": num_steps,
+            "actor_rollout_ref.model.path": f"{folder}/actor",
+            "critic.model.path": f"{folder}/critic",
+            "reward_model.model.path": f"{folder}/reward_model",
+        }
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        return load_ppo_config([f"device={self.strategy.device}", *overrides, *self.overrides])
