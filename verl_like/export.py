@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 
 
-def export(role_folder: Path, out: Path, dtype: str | None = None) -> None:
+def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = False) -> None:
     """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete or not at all.
 
     Args:
         role_folder: `global_step_N/<role>` of a run.
         out: the new folder.
         dtype: name of the torch dtype of the weights; None means the one in which the layers computed.
+        ema: the average of the weights over training, of a run with `actor.ema_decay`, instead of the last ones.
 
     Raises:
         ValueError: `role_folder` has no complete checkpoint, or `out` exists or cannot be written.
@@ -42,7 +43,7 @@ def export(role_folder: Path, out: Path, dtype: str | None = None) -> None:
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or give a folder that does not.")
     hf = empty_model(checkpoint, dtype)
-    weights = read_weights(checkpoint, hf)
+    weights = read_weights(checkpoint, hf, ema)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
@@ -69,7 +70,7 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
         return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
 
 
-def read_weights(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+def read_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
     """The parameters by their names in `hf`, whole and in its dtype. Raises ValueError for what is not there."""
     for file in checkpoint.glob("*.safetensors"):
         try:
@@ -78,17 +79,20 @@ def read_weights(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tenso
             raise ValueError(f"{file} is damaged ({error}): export another checkpoint.") from error
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    prefix, suffix = ("optimizer.", ".ema") if ema else ("model.", "")
+    if ema and not any(name.endswith(suffix) for name in saved):
+        raise ValueError(f"{checkpoint} has no average of the weights: train with actor_rollout_ref.actor.ema_decay.")
     for name, parameter in hf.named_parameters():
-        there: Any = saved.get(f"model.{name}")
+        there: Any = saved.get(f"{prefix}{name}{suffix}")
         num_values = sum(math.prod(part.sizes) for part in there.chunks) if there else 0
         if num_values != parameter.numel() or there.size != parameter.size():
             raise ValueError(
                 f"{checkpoint} lacks {name} or a part of it: a file is missing; export another checkpoint."
             )
-    names = [name for name in saved if name.startswith("model.")]
+    names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
     weights = {name: torch.empty(saved[name].size, dtype=hf.dtype) for name in names}
     dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
-    return {name.removeprefix("model."): weight for name, weight in weights.items()}
+    return {name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()}
 
 
 def main() -> int:
@@ -97,10 +101,11 @@ def main() -> int:
     parser.add_argument("role_folder", type=Path, metavar="CHECKPOINT_ROLE_FOLDER", help="global_step_N/<role>")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: in which the layers computed")
+    parser.add_argument("--ema", action="store_true", help="the average of the weights (actor.ema_decay)")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     try:
-        export(given.role_folder, given.out, given.dtype)
+        export(given.role_folder, given.out, given.dtype, given.ema)
     except ValueError as error:
         sys.stderr.write(f"verl_like: {error}\n")
         return 2

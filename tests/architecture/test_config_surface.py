@@ -18,6 +18,7 @@ TECHNIQUES = (
     *("algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo", "actor_rollout_ref.actor.clip_ratio_c"),
     *("reward_model.weight", "reward_models"),  # several rewards
     *("actor_rollout_ref.actor.ptx_coef", "data.ptx_"),  # a language-model loss beside the policy's
+    "actor_rollout_ref.actor.ema_decay",
     # resuming
     *("trainer.resume_", "trainer.damaged_ckpt", "trainer.max_ckpt_to_keep", "trainer.best_ckpt_metric"),
     "actor_rollout_ref.rollout.quantization",  # an engine whose distribution is corrected

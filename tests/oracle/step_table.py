@@ -333,6 +333,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         *(f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")),
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
+    "average": [f"{ACTOR}.ema_decay"],  # tests/unit/test_ema.py
     "pipeline": ["trainer.pipeline_depth"],  # tests/end_to_end/test_pipeline.py
     "limit": ["reward.num_workers", "reward.timeout_s", "trainer.call_timeout_s"],
     "placement": [

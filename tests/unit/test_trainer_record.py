@@ -97,7 +97,7 @@ def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path,
         calls.append(step)
         raise ConnectionError("no network")
 
-    monkeypatch.setitem(TRACKERS, "broken", lambda *arguments: broken)
+    monkeypatch.setitem(TRACKERS, "broken", lambda *arguments: (broken, None))
     tracking = Tracking(["console", "broken"], tmp_path, "project", "experiment", {})
     tracking.log({"reward": 1.0}, step=1)
     tracking.log({"reward": 2.0}, step=2)
@@ -129,6 +129,39 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
         time.sleep(1.1)  # files of one second have no order
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 4.0), (3, 8.0)]
+
+
+def test_a_resumed_run_gives_each_tracker_the_id_of_the_run_that_it_began(tmp_path, monkeypatch):
+    given = []
+
+    def start(run_dir, project, experiment, config, run_id):
+        given.append(run_id)
+        return (lambda metrics, step: None), run_id or f"run {len(given)}"
+
+    monkeypatch.setitem(TRACKERS, "first", start)
+    monkeypatch.setitem(TRACKERS, "second", start)
+    for backends in (["first", "second"], ["second"], ["console", "first", "second"]):
+        Tracking(backends, tmp_path, "project", "experiment", {}).close()
+    assert given == [None, None, "run 2", "run 1", "run 2"]
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
+def test_an_installed_tracker_goes_on_in_its_run(name, tmp_path, monkeypatch):
+    module = pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    ids = []
+    for folder in ("one", "one", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        tracking = Tracking([name], tmp_path / folder, "project", "experiment", {"seed": 1})
+        tracking.log({"val-core/acc/mean@1": 0.5}, step=len(ids))
+        tracking.close()
+        (module.end_run if name == "mlflow" else module.finish)()
+        assert list(tracking.backends) == [name], "it did not fail"
+        ids.append(json.loads((tmp_path / folder / "trackers.json").read_text())[name])
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch):

@@ -40,7 +40,7 @@ from verl_like.workers.weight_transfer.direct import (
 
 LAYOUTS = {"sharded": "zero3", "replicated": "ddp"}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
-OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "ptx_coef": 0.4}
+OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "ptx_coef": 0.4, "ema_decay": 0.5}
 BUDGET = 12
 
 
@@ -198,7 +198,10 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, 
     saved = load_file(two_ranks / f"{layout}_state_0")
     loaded = parameters_of(group.workers[0])
     assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
-    engine = group.workers[0].engine
+    engine, start = group.workers[0].engine, load_file(two_ranks / "model/model.safetensors")
+    for name, parameter in engine.named_parameters():
+        average = engine.optimizer.state[parameter]["ema"].full_tensor()
+        torch.testing.assert_close(average, (start[name] + saved[name]) / 2)
     assert engine.training_steps == 1
     moments = engine.optimizer.state[engine.parameters[0]]
     assert moments["step"].item() == 1 and moments["exp_avg"].full_tensor().any()
@@ -210,8 +213,8 @@ def test_each_rank_of_two_writes_its_share_of_a_checkpoint_and_nothing_twice(two
     first, second = (load_file(two_ranks / f"{layout}/checkpoint/rank_0000{rank}.safetensors") for rank in (0, 1))
     shapes = {name: p.shape for name, p in load_file(two_ranks / f"{layout}_state_0").items() if name != "log_probs"}
     num_written = sum(tensor.numel() for tensor in [*first.values(), *second.values()])
-    # Parameters and two moments; a count of steps for each parameter, and the counts of steps done and skipped.
-    assert num_written == 3 * sum(shape.numel() for shape in shapes.values()) + len(shapes) + 2
+    # Parameters, two moments and an average; a count of steps for each parameter, and those of steps done and skipped.
+    assert num_written == 4 * sum(shape.numel() for shape in shapes.values()) + len(shapes) + 2
     assert all(sum(tensor.numel() for tensor in part.values()) > num_written / 4 for part in (first, second))
 
 

@@ -102,6 +102,7 @@ class TrainingRole:
     shards: int
     passes: MicroBatching
     """Its largest micro-batches."""
+    has_ema: bool
 
     @property
     def stored(self) -> float:
@@ -109,8 +110,9 @@ class TrainingRole:
 
     @property
     def adam(self) -> float:
-        """Two moments of each parameter, in the parameters' data type."""
-        return 2 * self.stored if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
+        """Two moments of each parameter, in the parameters' data type, and with it the average in float32."""
+        average = self.size.parameters / self.shards * torch.float32.itemsize if self.has_ema else 0.0
+        return 2 * self.stored + average if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
 
     @property
     def offloads_adam(self) -> bool:
@@ -179,7 +181,8 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
         if role in config.active_roles and model:
             size = ModelSize.of(model, key, classifiers.get(role, AutoModelForCausalLM))
             shards = config.num_processes(role) if fsdp.num_shards == -1 else fsdp.num_shards
-            found.append(TrainingRole(str(role), size, model, fsdp, shards, passes))
+            has_ema = role == Role.Actor and policy.actor.ema_decay is not None
+            found.append(TrainingRole(str(role), size, model, fsdp, shards, passes, has_ema))
     return found
 
 

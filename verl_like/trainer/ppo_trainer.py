@@ -41,8 +41,8 @@ class RayPPOTrainer(TrainingLoop):
     `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A custom role
     takes part through its registered method `annotate`. It is called with the generated batch, next to the reference
     and the critic, and the columns it writes join the batch. Those in its class's `reward_columns` are added to the
-    reward, in validation too. A subclass changes a phase by making its own maker or learner in `build_maker` or
-    `build_learner`.
+    reward, in validation too. For a state of its own it registers `save_checkpoint` and `load_checkpoint`. A subclass
+    changes a phase by making its own maker or learner in `build_maker` or `build_learner`.
     """
 
     config: PPOConfig
@@ -187,8 +187,10 @@ class RayPPOTrainer(TrainingLoop):
         return validation_metrics(batch, scores_B) | counts
 
     def save(self) -> Path:
-        """`TrainingLoop.save`, with the responses that are ahead."""
+        """`TrainingLoop.save`, with the state of other roles and the responses that are ahead."""
         folder = super().save()
+        for role, group in self.groups_with_state.items():
+            group.save_checkpoint(str(folder / role / "checkpoint"))
         if self.generated:
             batch, scores, metrics = self.generated
             if scores:
@@ -200,6 +202,12 @@ class RayPPOTrainer(TrainingLoop):
             saved.save_to_disk(folder / _GENERATED)
         return folder
 
+    @property
+    def groups_with_state(self) -> dict[str, WorkerGroup]:
+        """Those of roles that are not trained here and save a state of their own."""
+        others = {role: group for role, group in self.groups.items() if role not in self.trained}
+        return {role: group for role, group in others.items() if hasattr(group, "save_checkpoint")}
+
     def state(self) -> dict[str, Any]:
         counts = {name: getattr(self, name) for name in ("num_prompt_batches", "upcoming_batch")}
         return super().state() | counts | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
@@ -210,6 +218,8 @@ class RayPPOTrainer(TrainingLoop):
         for name in ("global_step", "num_prompt_batches", "upcoming_batch"):
             setattr(self, name, state[name])
         self.learner.restore(checkpoint.folder, state["version"])
+        for role, group in self.groups_with_state.items():
+            group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
         self.maker.kl_controller.value = state["kl_coef"]
         if (generated := checkpoint.folder / _GENERATED).exists():
             batch = DataProto.load_from_disk(generated)

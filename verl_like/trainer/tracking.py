@@ -1,4 +1,7 @@
-"""Sends the metrics of each step to the trackers of `trainer.logger`; a tracker that fails never stops the run."""
+"""Sends the metrics of each step to the trackers of `trainer.logger`; a tracker that fails never stops the run.
+
+A resumed run goes on in the run that each tracker had begun for it: `trackers.json` in its folder has their ids.
+"""
 
 import json
 import logging
@@ -8,9 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl_like.trainer.checkpoint import write
+
 logger = logging.getLogger(__name__)
 
 Backend = Callable[[dict[str, float], int], None]
+Started = tuple[Backend, str | None]
+"""What takes the metrics of a step, and the tracker's id of its run, which a resumed run is given again."""
 
 
 class Tracking:
@@ -20,9 +27,15 @@ class Tracking:
         self, backends: Sequence[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]
     ) -> None:
         self.jsonl = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (line buffered: a killed run keeps its lines)
-        self.backends = {
-            name: TRACKERS[name](run_dir, project, experiment, config) for name in backends if name in TRACKERS
-        }
+        file = run_dir / "trackers.json"
+        ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+        self.backends: dict[str, Backend] = {}
+        for name in backends:
+            if name in TRACKERS:
+                log, run_id = TRACKERS[name](run_dir, project, experiment, config, ids.get(name))
+                self.backends[name] = log
+                ids |= {name: run_id} if run_id else {}
+        write(file, json.dumps(ids))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         # JSON has no NaN; a metric that is not a number in a step has none there.
@@ -39,7 +52,7 @@ class Tracking:
         self.jsonl.close()
 
 
-def _tensorboard(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Backend:
+def _tensorboard(run_dir: Path, project: str, experiment: str, config: dict[str, Any], run_id: str | None) -> Started:
     from torch.utils.tensorboard import SummaryWriter
 
     rows = (run_dir / "metrics.jsonl").read_text().splitlines()  # of a resumed run, those up to its checkpoint
@@ -51,33 +64,38 @@ def _tensorboard(run_dir: Path, project: str, experiment: str, config: dict[str,
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return log
+    return log, None  # its run is the folder
 
 
-def _wandb(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Backend:
+def _wandb(run_dir: Path, project: str, experiment: str, config: dict[str, Any], run_id: str | None) -> Started:
     import wandb
 
-    run = wandb.init(project=project, name=experiment, dir=str(run_dir), config=config)
-    return lambda metrics, step: run.log(metrics, step=step)
+    run = wandb.init(project=project, name=experiment, dir=str(run_dir), config=config, id=run_id, resume="allow")
+    return lambda metrics, step: run.log(metrics, step=step), run.id
 
 
-def _trackio(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Backend:
+def _trackio(run_dir: Path, project: str, experiment: str, config: dict[str, Any], run_id: str | None) -> Started:
     import trackio
 
-    run = trackio.init(project=project, name=experiment, config=config)
-    return lambda metrics, step: run.log(metrics, step=step)
+    name = run_id or f"{experiment} {run_dir.name}"  # by which it finds a run: that of the experiment is of several
+    run = trackio.init(project=project, name=name, config=config, resume="allow")
+    return lambda metrics, step: run.log(metrics, step=step), name
 
 
-def _mlflow(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Backend:
+def _mlflow(run_dir: Path, project: str, experiment: str, config: dict[str, Any], run_id: str | None) -> Started:
     import mlflow
 
     mlflow.set_experiment(project)
-    mlflow.start_run(run_name=experiment)
-    # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-    return lambda metrics, step: mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
+    run = mlflow.start_run(run_id, run_name=experiment)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    return log, run.info.run_id
 
 
-TRACKERS: dict[str, Callable[[Path, str, str, dict[str, Any]], Backend]] = {
+TRACKERS: dict[str, Callable[[Path, str, str, dict[str, Any], str | None], Started]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": _trackio,

@@ -63,6 +63,9 @@ class ActorConfig(OpenConfigModel):
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the language-model loss on data.ptx_files that is added to the loss (PPO-ptx, arXiv:2203.02155); 0
     switches it off."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an average of the weights in float32, which after each optimizer step is ema_decay times itself plus
+    1 - ema_decay times the weights; python -m verl_like.export --ema makes a model of it. null keeps none."""
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0

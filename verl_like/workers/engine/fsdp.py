@@ -101,7 +101,9 @@ class FsdpEngine(TrainingEngine):
         self.units: list[Any] = [*decoder_layers(hf), self.model]  # fully_shard makes them FSDPModules
         self._shard(self.model)
         self.parameters = list(self.model.parameters())
-        self.optimizer = build_optimizer(self.parameters, training.optim) if training else None
+        self.ema_decay = training.ema_decay if isinstance(training, ActorConfig) else None
+        with_ema = self.ema_decay is not None
+        self.optimizer = build_optimizer(self.parameters, training.optim, with_ema) if training else None
         self.training_steps = 0
         self.consecutive_skips = 0
         self.writer = ShardWriter(dist.get_rank(), self.mesh)
@@ -192,6 +194,10 @@ class FsdpEngine(TrainingEngine):
                 group["lr"] = self.lr
             self._move_optimizer(self.device)
             self.optimizer.step()
+            if self.ema_decay is not None:
+                for parameter in self.parameters:
+                    average = cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local()
+                    average.lerp_(cast(DTensor, parameter.detach()).to_local().float(), 1 - self.ema_decay)
             self._move_optimizer("cpu")
         self.optimizer.zero_grad()
         return grad_norm

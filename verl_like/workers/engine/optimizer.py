@@ -7,8 +7,12 @@ import torch
 from verl_like.workers.config.engine import OptimConfig
 
 
-def build_optimizer(parameters: list[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: list[torch.nn.Parameter], config: OptimConfig, with_ema: bool = False
+) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with one kernel for all parameters, its moments at zero.
+
+    `with_ema` adds `ema` to the state, the parameter in float32: so it is sharded, offloaded and saved with the rest.
 
     The state is there before the first step: `get_state_dict` would make a missing one by a step, which counts.
     """
@@ -16,6 +20,8 @@ def build_optimizer(parameters: list[torch.nn.Parameter], config: OptimConfig) -
     for parameter in parameters:
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        if with_ema:
+            optimizer.state[parameter]["ema"] = parameter.detach().to(torch.float32, copy=True)
     return optimizer
 
 
