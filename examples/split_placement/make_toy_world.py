@@ -3,20 +3,21 @@
     python examples/split_placement/make_toy_world.py --out .toy_world --seed 1
 
 The folder then holds `model/` (Hugging Face format, float32), `train.parquet` and `test.parquet` (sums of two two-digit
-numbers in the row schema of `docs/data.md`) and `world.json` (the settings and what the warm-up reached). Held-out sums
-occur in neither order in the training split, so neither the warm-up nor PPO sees them.
+numbers in the row schema of `docs/data.md`), `answers.parquet` (what the warm-up learns from) and `world.json` (the
+settings and what the warm-up reached). Held-out sums occur in neither order in the training split, so neither the
+warm-up nor PPO sees them.
 
-In the answers of the warm-up about two carries of three are left out on purpose: more than half of these answers are
-wrong. The model learns the digits and the format, and its most likely answer is right where there is nothing to carry.
-From PPO's reward it then learns to carry.
+The warm-up is a run of `main_sft` (config/warm_up.yaml). In its answers about two carries of three are left out on
+purpose: more than half of them are wrong. The model learns the digits and the format, and its most likely answer is
+right where there is nothing to carry. From PPO's reward it then learns to carry.
 """
 
 import argparse
 import json
-import math
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,7 +44,6 @@ CHAT_TEMPLATE = (
     f"{{% endfor %}}{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
 )
 MAX_ANSWER_LENGTH = 4  # tokens: three digits and the end of the sentence
-IGNORED = -100  # label of tokens that are not trained on
 
 Problem = tuple[int, int]
 
@@ -57,8 +57,9 @@ class Settings:
     forgotten_carries: float = 0.65  # probability that a carry is left out
     hidden_size: int = 128
     num_layers: int = 2
-    warm_up_steps: int = 800
-    warm_up_batch_size: int = 128
+    num_answers: int = 25_600  # of the warm-up
+    warm_up_epochs: int = 4
+    warm_up_batch_size: int = 256
     learning_rate: float = 2e-3
 
 
@@ -98,6 +99,17 @@ def careless_sum(problem: Problem, forgotten_carries: float, rng: random.Random)
     units = a_units + b_units
     tens = a_tens + b_tens + carry(units)
     return f"{carry(tens) or ''}{tens % 10}{units % 10}"
+
+
+def careless_answers(problems: list[Problem], settings: Settings) -> list[dict[str, Any]]:
+    """What the warm-up learns from: rows of random problems and careless answers, which `main_sft` reads."""
+    rng = random.Random(settings.seed)
+    drawn = rng.choices(problems, k=settings.num_answers)
+    answers = [careless_sum(problem, settings.forgotten_carries, rng) for problem in drawn]
+    return [
+        {"prompt": question(problem), "response": answer, "is_right": answer == str(sum(problem))}
+        for problem, answer in zip(drawn, answers, strict=True)
+    ]
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
@@ -140,85 +152,62 @@ def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LlamaF
     return LlamaForCausalLM(config)
 
 
-def encode_questions(problems: list[Problem], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The questions as the rollout sees them, (B, P) int64; two-digit sums all have the same length."""
-    chats = [[{"role": "user", "content": question(problem)}] for problem in problems]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return torch.tensor(encoded["input_ids"])
-
-
-def encode_answers(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The answers with end of sentence, padded on the right, (B, MAX_ANSWER_LENGTH) int64."""
-    texts = [answer + END for answer in answers]
-    encoded = tokenizer(texts, add_special_tokens=False, padding="max_length", max_length=MAX_ANSWER_LENGTH)
-    return torch.tensor(encoded["input_ids"])
-
-
 @torch.no_grad()
-def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> float:
-    """Share of the problems that greedy decoding answers right."""
-    questions = encode_questions(problems, tokenizer)
-    outputs = model.generate(
-        questions, attention_mask=torch.ones_like(questions), max_new_tokens=MAX_ANSWER_LENGTH, do_sample=False
-    )
-    answers = tokenizer.batch_decode(outputs[:, questions.shape[1] :], skip_special_tokens=True)
+def exact_match(path: Path, problems: list[Problem]) -> float:
+    """Share of the problems that greedy decoding of a saved model answers right."""
+    model, tokenizer = LlamaForCausalLM.from_pretrained(path), PreTrainedTokenizerFast.from_pretrained(path)
+    chats = [[{"role": "user", "content": question(problem)}] for problem in problems]
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    outputs = model.generate(**encoded, max_new_tokens=MAX_ANSWER_LENGTH, do_sample=False)
+    answers = tokenizer.batch_decode(outputs[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
     right = sum(answer.strip() == str(sum(problem)) for answer, problem in zip(answers, problems, strict=True))
     return right / len(problems)
 
 
-def warm_up(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], settings: Settings
-) -> float:
-    """Supervised training on answers with forgotten carries, loss on the answers only.
-
-    Returns:
-        the share of these answers that is wrong.
-    """
-    rng = random.Random(settings.seed)
-    drawn = rng.choices(problems, k=settings.warm_up_steps * settings.warm_up_batch_size)
-    answers = [careless_sum(problem, settings.forgotten_carries, rng) for problem in drawn]
-    question_ids, answer_ids = encode_questions(drawn, tokenizer), encode_answers(answers, tokenizer)
-    input_ids = torch.cat([question_ids, answer_ids], dim=1)
-    labels = torch.cat([torch.full_like(question_ids, IGNORED), answer_ids], dim=1)
-    labels[labels == tokenizer.pad_token_id] = IGNORED
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
-
-    def schedule(step: int) -> float:  # 20 steps up, then a cosine down to 0
-        return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / settings.warm_up_steps))
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    batches = zip(input_ids.split(settings.warm_up_batch_size), labels.split(settings.warm_up_batch_size), strict=True)
-    for step, (batch_ids, batch_labels) in enumerate(batches, start=1):
-        loss = model(input_ids=batch_ids, labels=batch_labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        if step % 100 == 0:
-            print(f"  warm-up step {step} of {settings.warm_up_steps}: loss {loss.item():.3f}", flush=True)
-    wrong = sum(answer != str(sum(problem)) for answer, problem in zip(answers, drawn, strict=True))
-    return wrong / len(drawn)
+def warm_up(folder: Path, settings: Settings) -> None:
+    """Fine-tunes the model in `folder` on the answers beside it, with `main_sft`."""
+    config = ["--config-dir", str(Path(__file__).parent / "config"), "--config-name", "warm_up"]
+    with tempfile.TemporaryDirectory() as runs:
+        overrides = [
+            f"data.train_files={folder}/answers.parquet",
+            f"data.train_batch_size={settings.warm_up_batch_size}",
+            f"model.path={folder}/model",
+            f"training.optim.lr={settings.learning_rate}",
+            f"trainer.total_epochs={settings.warm_up_epochs}",
+            f"trainer.seed={settings.seed}",
+            f"trainer.default_local_dir={runs}",
+        ]
+        subprocess.run([sys.executable, "-m", "verl_like.trainer.main_sft", *config, *overrides], check=True)
+        (trained,) = Path(runs, "latest").glob("*/model/huggingface/model.safetensors")
+        shutil.copy(trained, folder / "model")
 
 
-def write_world(folder: Path, settings: Settings) -> dict[str, Any]:
-    """Writes everything into `folder`, `world.json` last; returns the latter's content."""
+def write_inputs(folder: Path, settings: Settings) -> float:
+    """Writes the data, the tokenizer and the model with random weights; returns the share of wrong answers."""
     train, held_out = split_problems(settings.num_held_out, settings.seed)
     for split, problems in (("train", train), ("test", held_out)):
         rows = [make_row(problem, split, index) for index, problem in enumerate(problems)]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    answers = careless_answers(train, settings)
+    pq.write_table(pa.Table.from_pylist(answers), folder / "answers.parquet")
     tokenizer = make_tokenizer()
-    model = make_model(settings, tokenizer)
-    print(f"Warming up a Llama of {model.num_parameters():,} parameters on {len(train)} sums, about a minute ...")
-    wrong = warm_up(model, tokenizer, train, settings)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder / "model")
+    make_model(settings, tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    return sum(not row["is_right"] for row in answers) / len(answers)
+
+
+def write_world(folder: Path, settings: Settings) -> dict[str, Any]:
+    """Writes everything into `folder`, `world.json` last; returns the latter's content."""
+    wrong = write_inputs(folder, settings)
+    _, held_out = split_problems(settings.num_held_out, settings.seed)
+    before = exact_match(folder / "model", held_out)
+    print(f"Warming up a tiny Llama on {settings.num_answers:,} answers, about a minute ...", flush=True)
+    warm_up(folder, settings)
     world = {
         "settings": asdict(settings),
         "wrong_warm_up_answers": wrong,
-        "held_out_exact_match": exact_match(model, tokenizer, held_out),
+        "exact_match_before_warm_up": before,
+        "held_out_exact_match": exact_match(folder / "model", held_out),
     }
     (folder / "world.json").write_text(json.dumps(world, indent=2) + "\n", encoding="utf-8")
     return world

@@ -1,5 +1,6 @@
 """The toy world of the split placement example: its data, tokenizer, model and folder."""
 
+import dataclasses
 import importlib.util
 import json
 import random
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_like.data import PromptDataset
+from verl_like.data.conversations import ConversationDataset
 from verl_like.rewards import get_reward_fn
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "split_placement" / "make_toy_world.py"
@@ -27,18 +29,25 @@ def load_script() -> ModuleType:
 
 
 toy = load_script()
-SMALL = toy.Settings(seed=3, num_held_out=16, hidden_size=32, num_layers=1, warm_up_steps=3, warm_up_batch_size=8)
+SMALL = toy.Settings(
+    seed=3, num_held_out=16, hidden_size=32, num_layers=1, num_answers=24, warm_up_epochs=1, warm_up_batch_size=8
+)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("toy") / "world"
-    toy.make_toy_world(out, SMALL)
+    """Everything but the warm-up, which is a run of its own."""
+    out = tmp_path_factory.mktemp("toy")
+    toy.write_inputs(out, SMALL)
     return out
 
 
 def read_rows(world: Path, split: str) -> list[dict]:
     return pq.read_table(world / f"{split}.parquet").to_pylist()
+
+
+def sum_of(question: str) -> int:
+    return sum(map(int, question.rstrip("=").split("+")))
 
 
 def operands(row: dict) -> frozenset[int]:
@@ -110,15 +119,26 @@ def test_the_chat_template_starts_the_answer_only_when_asked(world: Path) -> Non
         tokenizer.apply_chat_template([{"role": "system", "content": "Add."}], tokenize=False)
 
 
-def test_warm_up_and_rollout_see_the_same_prompt_tokens(world: Path) -> None:
+def test_the_warm_up_learns_the_answer_and_its_end_behind_the_tokens_that_the_rollout_sees(world: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
-    dataset = PromptDataset(str(world / "test.parquet"), tokenizer, max_prompt_length=12)
-    _, held_out = toy.split_problems(SMALL.num_held_out, SMALL.seed)
-    batch = dataset.collate([dataset[index] for index in range(len(dataset))], epoch=0).batch
-    questions = toy.encode_questions(held_out, tokenizer)
-    assert questions.shape == (16, 9)
-    assert torch.equal(batch["input_ids"][:, 3:], questions)
-    assert torch.equal(batch["attention_mask"].sum(dim=1), torch.full((16,), 9))
+    prompts = PromptDataset(str(world / "train.parquet"), tokenizer, max_prompt_length=12)
+    prompt_of_text = {row["raw_prompt"][0]["content"]: row for row in prompts}
+    answers = pq.read_table(world / "answers.parquet").to_pylist()
+    learned = ConversationDataset([str(world / "answers.parquet")], tokenizer, max_length=16)
+    assert len(learned) == len(answers) == 24
+    for index, row in enumerate(answers):
+        batch = learned.collate([index]).batch
+        prompt = prompts.collate([prompt_of_text[row["prompt"]]], epoch=0).batch
+        ids, mask = batch["input_ids"][0], batch["response_mask"][0].bool()
+        assert torch.equal(ids[:9], prompt["input_ids"][0, 3:]) and prompt["attention_mask"].sum() == 9
+        assert tokenizer.decode(ids[1:][mask]) == row["response"] + toy.END
+
+
+def test_of_the_answers_are_as_many_wrong_as_the_record_says(world: Path, tmp_path: Path) -> None:
+    answers = pq.read_table(world / "answers.parquet").to_pylist()
+    wrong = [row for row in answers if int(row["response"]) != sum_of(row["prompt"])]
+    assert toy.write_inputs(tmp_path, SMALL) == len(wrong) / 24 > 0
+    assert [row["is_right"] for row in answers] == [row not in wrong for row in answers]
 
 
 def test_the_reward_of_the_data_source_is_exact_match() -> None:
@@ -137,33 +157,34 @@ def test_the_model_is_a_llama_that_loads_and_stops_at_the_end_of_sentence(world:
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_the_warm_up_trains_on_the_answers_and_their_end() -> None:
-    settings = toy.Settings(seed=0, hidden_size=32, num_layers=1, warm_up_steps=150, warm_up_batch_size=4)
-    tokenizer = toy.make_tokenizer()
-    model = toy.make_model(settings, tokenizer)
-    problems = [(24, 72), (40, 30)]  # nothing to carry: the careless pupil is right
-    assert toy.exact_match(model, tokenizer, problems) == 0
-    wrong = toy.warm_up(model, tokenizer, problems, settings)
-    assert wrong == 0
-    assert toy.exact_match(model, tokenizer, problems) == 1
+@pytest.mark.proof
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_the_warm_up_learns_what_the_answers_say_and_is_the_same_again(tmp_path: Path) -> None:
+    # Answers to five sums, in both orders, from which no carry is left out.
+    settings = dataclasses.replace(
+        SMALL, num_held_out=4090, forgotten_carries=0.0, num_answers=80, warm_up_epochs=15, learning_rate=1e-2
+    )
+    first, second = (toy.make_toy_world(tmp_path / name, settings) for name in ("first", "second"))
+    train, _ = toy.split_problems(4090, SMALL.seed)
+    assert first["exact_match_before_warm_up"] == 0 and toy.exact_match(tmp_path / "first/model", train) == 1
+    assert first == second
+    for file in ("world.json", "answers.parquet", "model/model.safetensors", "model/tokenizer.json"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
 
 
-def test_the_same_settings_give_the_same_files_and_another_seed_does_not(world: Path, tmp_path: Path) -> None:
-    files = ["world.json", "train.parquet", "test.parquet", "model/model.safetensors", "model/tokenizer.json"]
-    toy.make_toy_world(tmp_path / "again", SMALL)
-    for file in files:
-        assert (tmp_path / "again" / file).read_bytes() == (world / file).read_bytes(), file
-    toy.make_toy_world(tmp_path / "again", toy.Settings(**{**toy.asdict(SMALL), "seed": 4}))
-    for file in files[:-1]:
-        assert (tmp_path / "again" / file).read_bytes() != (world / file).read_bytes(), file
+def test_another_seed_gives_other_files(world: Path, tmp_path: Path) -> None:
+    toy.write_inputs(tmp_path, dataclasses.replace(SMALL, seed=4))
+    for file in ("train.parquet", "test.parquet", "answers.parquet", "model/model.safetensors"):
+        assert (tmp_path / file).read_bytes() != (world / file).read_bytes(), file
 
 
-def test_a_complete_world_is_left_as_it_is(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in world.rglob("*")}
-    recorded = toy.make_toy_world(world, SMALL)
-    assert {path: path.stat().st_mtime_ns for path in world.rglob("*")} == before
-    assert recorded == json.loads((world / "world.json").read_text())
-    assert "already" in capsys.readouterr().out
+def test_a_complete_world_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = {"settings": dataclasses.asdict(SMALL), "held_out_exact_match": 0.25}
+    (tmp_path / "world.json").write_text(json.dumps(recorded))
+    assert toy.make_toy_world(tmp_path, SMALL) == recorded
+    assert [path.name for path in tmp_path.iterdir()] == ["world.json"]
+    assert "already (held-out exact match 0.250)" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_no_toy_world_is_refused_and_kept(tmp_path: Path) -> None:
