@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.harness import ROOT, Report
 from verl_like.trainer import checkpoint
 
-ROUNDS = 4
+ROUNDS = 3
 WORLD = ROOT / ".toy_world"
 
 
