@@ -88,7 +88,7 @@ def main(overrides: list[str]) -> None:
     loops.append(maker.workingloop.remote(data_loader_fn(), num_steps=None))
     version, num_batches = ray.get(loops, timeout=30 * MINUTES)
     ray.get(maker.finish.remote(version), timeout=5 * MINUTES)
-    for step, metrics, _ in ray.get(maker.report.remote(), timeout=MINUTES).rows:
+    for step, metrics, *_ in ray.get(maker.report.remote(), timeout=MINUTES).rows:
         scores = {name: round(metric.value, 3) for name, metric in metrics.items() if name.startswith("val-core/")}
         print(f"step {step}: {scores}")
     print(f"{num_batches} batches of experience, weights of version {version}")

@@ -1,6 +1,7 @@
 """Detached training: makers and trainers as drivers of their own, on a real Ray."""
 
 import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -12,7 +13,10 @@ from runs import AHEAD, APART, GRPO, kill_once, metrics_of, num_steps_logged, ru
 from safetensors.torch import load_file
 
 from verl_like.protocol import DataProto
-from verl_like.trainer import ppo_trainer
+from verl_like.trainer import checkpoint, ppo_trainer
+from verl_like.trainer.detached import run_detached
+from verl_like.trainer.detached.record import DetachedRecord
+from verl_like.trainer.detached.side import SideRecorder
 
 pytestmark = pytest.mark.ray
 
@@ -28,8 +32,8 @@ def calls_of(folder: Path) -> Counter[str]:
     return Counter(json.loads(line)["method"] for line in (folder / "runs/latest/timeline.jsonl").open())
 
 
-PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=3", "algorithm.kl_ctrl.kl_coef=0.2"]
-PPO += ["trainer.n_gpus_per_node=2"]
+PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=4", "algorithm.kl_ctrl.kl_coef=0.2"]
+PPO += ["trainer.n_gpus_per_node=2", "algorithm.kl_ctrl.type=adaptive"]
 
 
 def with_texts(folder: Path) -> list[str]:
@@ -50,16 +54,39 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) 
     "transport",
     ["object_store", *(pytest.param(name, marks=pytest.mark.proof) for name in ("shared_memory", "gloo"))],
 )
-def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(
-    transport: str, synchronous: Path, tmp_path: Path, tiny_llama: Callable
+def test_at_staleness_0_a_detached_run_that_is_ended_and_continued_equals_the_synchronous_one_bit_for_bit(
+    transport: str,
+    synchronous: Path,
+    tmp_path: Path,
+    tiny_llama: Callable,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    by_transport = f"actor_rollout_ref.rollout.weight_transport={transport}"
-    assert run_apart([*tiny_run_settings(tmp_path, tiny_llama), *PPO, *with_texts(tmp_path), by_transport]) == 0
+    class EndingRecord(DetachedRecord):
+        """Sends SIGTERM when the run first heeds it."""
+
+        def add(self, name: str, report: SideRecorder) -> None:
+            super().add(name, report)
+            if self.recorder.saves_when_ended and not self.recorder.is_ending:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *PPO, *with_texts(tmp_path)]
+    settings += [f"actor_rollout_ref.rollout.weight_transport={transport}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_detached, "DetachedRecord", EndingRecord)
+        assert run_apart(settings) == 130
+    (step,) = checkpoint.steps(tmp_path / "runs/latest")
+    assert 1 <= step < 4 and f"SIGTERM: the run ends with the checkpoint of step {step};" in capsys.readouterr().out
+    assert run_apart(settings) == 0
+    output = capsys.readouterr().out
+    assert f"after step {step}.\n" in output
+    assert f"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, 0 again" in output
     folders = {"synchronous": synchronous, "detached": tmp_path}
     steps = {
         name: [row for row in numbers(metrics_of(folder)) if "actor/loss" in row] for name, folder in folders.items()
     }
-    assert len(steps["detached"]) == 3
+    assert len(steps["detached"]) == 4
+    assert [row["step"] for row in metrics_of(tmp_path) if "actor/loss" not in row] == [0, 1, 2, 3, 4]
     for expected, found in zip(steps["synchronous"], steps["detached"], strict=True):
         shared = expected.keys() & found.keys() - {name for name in expected if name.startswith("val-")}
         assert shared > {
@@ -68,11 +95,12 @@ def test_at_staleness_0_a_detached_run_equals_the_synchronous_one_bit_for_bit(
             "critic/values/mean",
             "actor/reward_kl_penalty",
             "actor/ptx_loss",
+            "actor/reward_kl_penalty_coeff",
             "actor/grad_norm",
         }
         assert {name: expected[name] for name in shared} == {name: found[name] for name in shared}
     for role in ("actor", "critic"):
-        model = f"runs/latest/global_step_3/{role}/huggingface/model.safetensors"
+        model = f"runs/latest/global_step_4/{role}/huggingface/model.safetensors"
         expected, found = (load_file(folder / model) for folder in folders.values())
         assert expected.keys() == found.keys()
         assert all((expected[name] == found[name]).all() for name in expected)

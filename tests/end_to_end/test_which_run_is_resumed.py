@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import tiny_run_settings
+from runs import APART, tiny_run_settings
 
 from verl_like.trainer import checkpoint, run_recorder
 from verl_like.trainer.config import PPOConfig, load_ppo_config
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.resume import find_run, lock_run
 from verl_like.trainer.run_recorder import RunRecorder
@@ -61,6 +63,20 @@ def test_the_newest_unfinished_run_of_the_same_numbers_is_continued(config_with:
     assert run is None
     assert f"{other} is unfinished and is not continued: it has " in notes[0]
     assert "actor_rollout_ref.actor.optim.lr=0.001 (here: 0.5); trainer.seed=5 (here: 42)" in notes[0]
+
+
+def test_detached_training_and_the_synchronous_one_do_not_continue_each_others_runs(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, "trainer.total_training_steps=4"]
+    synchronous = load_ppo_config(settings)
+    detached = load_config(DetachedConfig, broken_detached_rules, settings)
+    for config, other in ((synchronous, detached), (detached, synchronous)):
+        run_dir = run_until(2, config)
+        run, notes = find_run(other)
+        assert run is None and f"{run_dir} is unfinished and is not continued: it has detached." in notes[-1]
+        assert found(config) == (run_dir, 2)
+        run_until(4, config)
 
 
 def test_a_run_that_is_named_is_continued_or_says_what_differs(config_with: Callable, tmp_path: Path):

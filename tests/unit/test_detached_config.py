@@ -48,7 +48,7 @@ def config_of(*overrides: str) -> DetachedConfig:
         ([*IN_FLIGHT, "actor_rollout_ref.rollout.name=vllm_async"], "has no steps of a token"),
         (["detached.update_in_flight=true"], "and detached.max_staleness of at least 1"),
         (["trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true"], "set detached.max_staleness=1"),
-        (["trainer.best_ckpt_metric=acc", "trainer.test_freq=1"], "here all checkpoints are kept; set null"),
+        (["trainer.best_ckpt_metric=acc", "trainer.test_freq=1"], "here validations come after saves; set null"),
         (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),
         (["detached.num_trainers=5"], "data.train_batch_size=12 does not divide by detached.num_trainers=5"),
         (["placement=split", "trainer.n_gpus_per_node=4"], "ref, rollout and a trained role share a pool"),

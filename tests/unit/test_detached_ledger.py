@@ -1,5 +1,6 @@
 """The ledger of detached training: who may start what, what a trainer may take, and that nothing is lost or too old."""
 
+import json
 import math
 import random
 from dataclasses import dataclass, field
@@ -211,6 +212,64 @@ def test_an_effective_sample_size_that_is_not_a_number_brakes_too(limit: float, 
     assert ledger.trained(ledger.choose(0, 0, 2), 0, float("nan"))["brake"] == brakes
 
 
+def restored(ledger: PromptLedger) -> PromptLedger:
+    """The ledger of the run that goes on when all others are killed."""
+    saved = json.loads(json.dumps(ledger.state()))
+    num_prompts = ledger.share * ledger.detached.num_trainers
+    return PromptLedger(ledger.num_steps, num_prompts, ledger.detached, saved)
+
+
+def test_a_run_that_goes_on_gives_out_again_what_was_begun_and_not_trained_and_counts_it():
+    settings = DetachedBlock(num_trainers=2, max_staleness=1, max_attempts=2, min_effective_sample_size=0.5)
+    ledger = PromptLedger(num_steps=4, batch_size=4, detached=settings)
+    zero, one, *rest = ledger.take("slow", 0, 2) + ledger.take("fast", 0, 5)
+    ledger.lost("slow")
+    assert ledger.take("next", 0, 1) == [Ticket(0, 1, 1)]
+    ledger.lost("next")  # its second attempt
+    deliver(ledger, "fast", rest, 0)
+    for trainer in (0, 1):
+        counts = ledger.trained(ledger.choose(trainer, 0, 2), 0, 0.4 + 0.2 * trainer)
+    for version, kl_coef in ((0, 0.2), (0, 0.3), (1, 0.4)):  # the last of the step after this one
+        ledger.keep_kl_coef(version, kl_coef)
+    assert ledger.choose(0, 1, 1) is None
+    assert (zero.number, one.number) == (0, 1)
+    assert counts == {
+        **{"trained": 4, "training": 0, "in_buffer": 1, "in_flight": 0, "again": 1},
+        **{"dropped/maker_lost": 1, "not_started": 10, "brake": 1},
+    }
+    again = restored(ledger)
+    assert again.counts() == {
+        **{"trained": 4, "training": 0, "in_buffer": 0, "in_flight": 0, "again": 2},
+        **{"dropped/maker_lost": 1, "not_started": 10},
+    }
+    assert again.is_braking and again.kl_coef() == 0.3
+    tickets = again.take("maker", 1, 99)
+    assert [(ticket.number, ticket.attempt) for ticket in tickets] == [(1, 1), (6, 0), (7, 0), (8, 0)]
+    deliver(again, "maker", tickets, 1)
+    for trainer in (0, 1):
+        again.trained(again.choose(trainer, 1, 2), 1)
+    assert len(again.take("maker", 1, 99)) == 4, "the brake has ended, so 12 may be started"
+
+
+def test_a_run_that_is_to_end_ends_after_the_step_that_no_trainer_has_done():
+    settings = DetachedBlock(num_trainers=2, max_staleness=1)
+    ledger = PromptLedger(num_steps=3, batch_size=4, detached=settings)
+    deliver(ledger, "maker", ledger.take("maker", 0, 6), 0)
+    assert ledger.last_step() == 3
+    ledger.trained(ledger.choose(0, 0, 2), 0)
+    assert ledger.end() == ledger.last_step() == 2, "trainer 0 may be in the second step"
+    ledger.trained(ledger.choose(1, 0, 2), 0)
+    assert ledger.end() == 2
+    tickets = ledger.take("maker", 1, 99)
+    assert len(tickets) == 2, "none for a step that is not trained"
+    deliver(ledger, "maker", tickets, 1)
+    for trainer in (0, 1):
+        ledger.trained(ledger.choose(trainer, 1, 2), 1)
+    assert ledger.take("maker", 2, 1) is None
+    assert ledger.counts()["not_started"] == 4
+    assert PromptLedger(num_steps=1, batch_size=2, detached=DetachedBlock()).end() == 1
+
+
 @dataclass(eq=False)
 class Maker:
     """A maker of random speed that loads weights late, and holds (ticket, version of its oldest token)."""
@@ -232,6 +291,8 @@ class World:
     makers: list[Maker]
     version: int = 0
     update_steps: int = 1
+    resumed: int = 0
+    """The version that was pushed first."""
     taken: list[list[int]] = field(default_factory=list)
     age: dict[int, int] = field(default_factory=dict)
     """Version of the oldest token of each prompt that was kept."""
@@ -240,9 +301,11 @@ class World:
     """Makers that were given up and still deliver."""
 
     def maker_acts(self, maker: Maker) -> None:
-        dice, ledger, pushed = self.dice, self.ledger, self.version // self.update_steps * self.update_steps
+        dice, ledger = self.dice, self.ledger
+        versions = sorted({self.resumed, *range(0, self.version + 1, self.update_steps)})  # that were pushed
+        pushed = versions[-1]
         if dice.random() < 0.2:
-            maker.version = dice.choice(range(maker.version, pushed + 1, self.update_steps))
+            maker.version = dice.choice(versions[versions.index(maker.version) :])
         if dice.random() < 0.5:
             started = ledger.take(maker.name, maker.version, dice.randint(1, 5)) or []
             assert not (started and maker in self.ghosts)
@@ -264,6 +327,13 @@ class World:
         self.ledger.lost(dead.name)
         self.ghosts.append(dead)
         self.makers[index] = Maker(f"maker {len(self.makers) + len(self.ghosts)}", dead.speed, dead.version)
+
+    def run_dies(self) -> None:
+        self.ledger, self.resumed = restored(self.ledger), self.version
+        self.taken = [[] for _ in self.taken]
+        self.makers = [Maker(f"maker {i}", maker.speed, self.version) for i, maker in enumerate(self.makers)]
+        self.ghosts = []
+        self.age = {number: self.age[number] for number in self.trained}
 
     def trainer_acts(self, trainer: int) -> None:
         missing = self.share - len(self.taken[trainer])
@@ -304,15 +374,17 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
             world.maker_dies(dice.randrange(len(makers)))
         elif event < 0.02 and world.ghosts:
             world.maker_acts(dice.choice(world.ghosts[-5:]))
+        elif 0.02 <= event < 0.021:
+            world.run_dies()
         elif event < 0.6:
             world.maker_acts(dice.choice(world.makers))
         else:
             world.trainer_acts(dice.randrange(num_trainers))
-        counts = ledger.counts()
+        counts = world.ledger.counts()
         assert counts["trained"] == num_trainers * share * world.version
         assert counts["not_started"] >= 0
-    assert world.version == num_steps, f"everybody waits: {ledger.counts()}, {world.makers}"
-    assert all(ledger.take(maker.name, num_steps, 1) is None for maker in world.makers)
+    assert world.version == num_steps, f"everybody waits: {world.ledger.counts()}, {world.makers}"
+    assert all(world.ledger.take(maker.name, num_steps, 1) is None for maker in world.makers)
     assert len(world.trained) == len(set(world.trained)) == num_steps * num_trainers * share
-    counts = ledger.counts()
+    counts = world.ledger.counts()
     assert counts["not_started"] == counts["in_flight"] == counts["in_buffer"] == counts["training"] == 0

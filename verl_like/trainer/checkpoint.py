@@ -47,9 +47,14 @@ def folder_of_step(run_dir: Path, step: int) -> Path:
     return run_dir / f"global_step_{step}"
 
 
+def partial_of_step(run_dir: Path, step: int) -> Path:
+    """The folder of the files of a step's checkpoint, until `commit` gives it its name."""
+    return run_dir / f"global_step_{step}.partial"
+
+
 def begin(run_dir: Path, step: int) -> Path:
-    """An empty folder for the files of a checkpoint, until `commit` gives it its name."""
-    partial = run_dir / f"global_step_{step}.partial"
+    """`partial_of_step`, empty."""
+    partial = partial_of_step(run_dir, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     return partial
@@ -79,6 +84,8 @@ class PendingCheckpoint:
     step: int
     state: dict[str, Any]
     groups: Mapping[str, WorkerGroup]
+    written: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """`files` of workers that others drive."""
     _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
     """What the ranks of each group answer to the question whether they have written."""
 
@@ -94,7 +101,7 @@ class PendingCheckpoint:
             return None
         answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
         self._asked = {}
-        files: dict[str, dict[str, Any]] = {}
+        files = dict(self.written)
         for role, of_rank in answers.items():
             for written in of_rank:
                 if written is None:

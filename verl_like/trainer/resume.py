@@ -30,7 +30,7 @@ resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout
 *.fsdp_size *.strategy *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
 *micro_batch_size_per_gpu *max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
-*.weight_transport
+*.weight_transport detached.max_attempts detached.max_restarts
 """.split()  # noqa: SIM905  a list would have a line for each
 """Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
 The files behind a path are compared by their fingerprint."""
@@ -121,7 +121,8 @@ def go_on(config: RunConfig, run_dir: Path, notes: list[str]) -> ResumedRun | No
 def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
     """`key=there (here: value)` of each key that changes numbers and differs from the run's configuration.
 
-    A key that the run did not have, as of an earlier version, has its default there.
+    A key that the run did not have, as of an earlier version, has its default there, but not those of a whole block,
+    which is another trainer's.
     """
     try:
         json.loads((run_dir / FINGERPRINTS).read_text())
@@ -131,7 +132,8 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
     except (OSError, ValueError, YAMLError) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
     merged = OmegaConf.merge(default_tree(type(config)), saved)
-    there = dict(_values(OmegaConf.to_container(merged, resolve=True)))
+    values = _values(OmegaConf.to_container(merged, resolve=True))
+    there = {key: value for key, value in values if key.split(".")[0] in saved}
     here = dict(_values(config.model_dump(mode="json")))
     return [
         f"{key}={there.get(key)} (here: {here.get(key)})"

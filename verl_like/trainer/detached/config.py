@@ -131,7 +131,7 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     if config.trainer.pipeline_depth:
         yield "trainer.pipeline_depth=1 is of the synchronous trainer; set detached.max_staleness=1 instead"
     if config.trainer.best_ckpt_metric is not None:
-        yield "trainer.best_ckpt_metric is of the synchronous trainer, and here all checkpoints are kept; set null"
+        yield "trainer.best_ckpt_metric is of the synchronous trainer: here validations come after saves; set null"
     if algorithm.filter_groups.enable:
         yield "algorithm.filter_groups.enable=true replaces prompts, which detached makers cannot yet; set it to false"
     correction = algorithm.rollout_correction

@@ -15,7 +15,7 @@ from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.checkpoint import save_models, save_training
+from verl_like.trainer.checkpoint import Checkpoint, PendingCheckpoint, partial_of_step, save_models, save_training
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
@@ -53,23 +53,32 @@ class DetachedPPOTrainer(Side):
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
 
-    def fit(self, total_steps: int, update_steps: int = 1, train_epochs: int | None = None) -> int:
+    def fit(
+        self,
+        total_steps: int,
+        update_steps: int = 1,
+        train_epochs: int | None = None,
+        resumed: Checkpoint | None = None,
+    ) -> int:
         """Trains for `total_steps`, with a push of the weights after every `update_steps` and after the last.
 
-        `train_epochs` are passes over one batch, by default `ppo_epochs`. Returns the version of the weights.
+        `train_epochs` are passes over one batch, by default `ppo_epochs`. `resumed` goes on after its step. Returns the
+        version of the weights.
         """
         if train_epochs is not None:
             epochs = {f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")}
             self.config = self.config.updated(epochs)
         with self.recorder.timer("starting"):
             self.start()
+            if resumed:
+                self.learner.restore(resumed.folder, resumed.step)
         self.push()
         data, deadline_s = self.config.data, self.config.trainer.call_timeout_s
         num_parts = self.config.num_parts_of_step
         step_started = time.time()
-        for step in range(1, total_steps + 1):
+        for version in range(self.learner.version, total_steps):
             self.recorder.seconds = {}
-            version, numbers, batches, updates = self.learner.version, [], [], []
+            step, numbers, batches, updates = version + 1, [], [], []
             for part in range(1, num_parts + 1):
                 with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
                     # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
@@ -94,23 +103,30 @@ class DetachedPPOTrainer(Side):
             # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
             size = updated_metrics.get("actor/eff_sample_size", Metric.mean(1.0)).value
             counts = self.ledger.trained(numbers, version, size)
+            is_last = step == min(total_steps, self.ledger.last_step())
+            save_freq = self.config.trainer.save_freq
+            saves = is_last or (save_freq > 0 and step % save_freq == 0)
+            # The last trainer that has done the step knows what became of its prompts.
+            saved = {"ledger": self.ledger.state() if counts else None} if saves else None
             metrics += [*made, updated_metrics]
             metrics += [{f"detached/{name}": Metric.max(count) for name, count in counts.items()}]
             if step % update_steps == 0 or step == total_steps:
                 with self.recorder.timer("export_weights"):
                     self.push()
-            save_freq = self.config.trainer.save_freq
-            if step == total_steps or (save_freq > 0 and step % save_freq == 0):
-                folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
+            if saved:
+                folder = partial_of_step(Path(self.config.trainer.default_local_dir), step)
                 with self.recorder.timer("save_checkpoint"):
                     save_training(self.learner.trained, folder)
-                    if step == total_steps:
+                    if is_last:
                         save_models(self.learner.trained, folder)
+                saved["files"] = PendingCheckpoint(folder, step, {}, self.learner.trained).files(wait=True)
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]
-            self.recorder.rows.append((step, merge_metrics(metrics), now))
+            self.recorder.rows.append((step, merge_metrics(metrics), now, saved))
             step_started = now
+            if is_last:
+                break
         return self.learner.version
 
     def start(self) -> None:

@@ -3,9 +3,10 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 from verl_like.trainer.detached.config import DetachedBlock
 
@@ -56,10 +57,13 @@ class PromptLedger:
     Methods neither wait nor call anything. Prompts whose maker is lost come first when tickets are given out again.
 
     `num_steps` are those of the run, `batch_size` the prompts of a step over all trainers, among whom it divides.
+    `saved` is the `state` of a run that goes on.
     """
 
-    def __init__(self, num_steps: int, batch_size: int, detached: DetachedBlock) -> None:
-        self.num_steps, self.detached = num_steps, detached
+    def __init__(
+        self, num_steps: int, batch_size: int, detached: DetachedBlock, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        self.num_steps, self._last_step, self.detached = num_steps, num_steps, detached
         num_trainers = detached.num_trainers
         self.share = batch_size // num_trainers
         self._effective_sample_sizes = [1.0] * num_trainers  # in the last step of each trainer
@@ -71,6 +75,45 @@ class PromptLedger:
         self._lost: dict[str, float] = {}  # maker -> when, by time.monotonic()
         # Of each trainer: groups trained or open, in its buffer, taken, trained.
         self._live, self._buffered, self._taken, self._trained = ([0] * num_trainers for _ in range(4))
+        self._kl_coefs: list[tuple[int, float]] = []  # (version, coefficient), in the order in which they were kept
+        if saved:
+            self._live, self._taken, self._trained = (list(saved["trained"]) for _ in range(3))
+            self._again = [(number, attempt) for number, attempt in saved["unfinished"]]  # sorted, which is a heap
+            self._next_number, self._dropped = saved["next_number"], Counter(saved["dropped"])
+            self._effective_sample_sizes = list(saved["effective_sample_sizes"])
+            self._kl_coefs = [(version, kl_coef) for version, kl_coef in saved["kl_coefs"]]
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on after the steps trained so far has to know, as JSON; asked for when a step is done.
+
+        Prompts that are open are `unfinished`: they are given out again, with their attempts.
+        """
+        return {
+            "trained": list(self._trained),
+            "unfinished": sorted([*self._again, *((number, entry.attempt) for number, entry in self._open.items())]),
+            "next_number": self._next_number,
+            "dropped": dict(self._dropped),
+            "effective_sample_sizes": list(self._effective_sample_sizes),
+            # Not that of a maker which has begun the next step.
+            "kl_coefs": [each for each in self._kl_coefs if each[0] * self.share < min(self._trained)][-1:],
+        }
+
+    def keep_kl_coef(self, version: int, kl_coef: float) -> None:
+        """A maker's coefficient of the KL penalty after what it made with weights of `version` and sends next."""
+        self._kl_coefs.append((version, kl_coef))
+
+    def kl_coef(self) -> float | None:
+        """The coefficient that was kept last, with which a maker goes on."""
+        return self._kl_coefs[-1][1] if self._kl_coefs else None
+
+    def end(self) -> int:
+        """Ends the run after the first step that no trainer has done yet; returns it."""
+        self._last_step = min(self._last_step, max(self._trained) // self.share + 1)
+        return self._last_step
+
+    def last_step(self) -> int:
+        """The step after which the run ends. It is the same for all trainers that ask after they did a step."""
+        return self._last_step
 
     @property
     def is_braking(self) -> bool:
@@ -84,10 +127,10 @@ class PromptLedger:
 
         Empty where it has to wait for newer weights; None once all steps are trained, and for a maker that is lost.
         """
-        if maker in self._lost or min(self._trained) == self.num_steps * self.share:
+        if maker in self._lost or min(self._trained) == self._last_step * self.share:
             return None
         ahead = self.detached.update_steps if self.is_braking else self.detached.max_staleness + 1
-        allowed = min(version + ahead, self.num_steps) * self.share
+        allowed = min(version + ahead, self._last_step) * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
             free = [trainer for trainer, live in enumerate(self._live) if live < allowed]

@@ -147,6 +147,8 @@ class ExperienceMakerHolder(Side):
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker))
+        if (kl_coef := self.ledger.kl_coef()) is not None:
+            self.run.maker.kl_controller.value = kl_coef
         self.recorder.placement = placement_rows(self.run.placement)
         for future in [group.init_model.remote() for group in self.run.groups.values()]:
             future.get()
@@ -242,6 +244,8 @@ class ExperienceMakerHolder(Side):
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
         """Sends the rows of each ticket to its trainer, while the next experience is made."""
         self.wait_for_sent()
+        if self.config.algorithm.use_kl_in_reward:
+            self.ledger.keep_kl_coef(self.version, self.run.maker.kl_controller.value)
         n = self.config.actor_rollout_ref.rollout.n
         # What a reward function returns beside the score may differ from call to call, and nothing learns from it.
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
@@ -329,7 +333,7 @@ class ExperienceMakerHolder(Side):
         self.run.global_step = self.validated = self.version
         with self.recorder.timer("testing"):
             metrics = {name: Metric.mean(value) for name, value in self.run.validate().items()}
-        self.recorder.rows.append((self.version, metrics, time.time()))
+        self.recorder.rows.append((self.version, metrics, time.time(), None))
 
     def finish(self, version: int) -> None:
         """After the loop: takes the last weights and validates with them, unless that was done."""

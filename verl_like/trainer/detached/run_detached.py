@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from torch.distributed import TCPStore
 
-from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
@@ -23,6 +22,7 @@ from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
+from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import LEDGER, SideRecorder, ask, side_died
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
@@ -98,6 +98,8 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     config: Any = inputs.config.updated(values)
     run = DetachedRun(config, recorder)
     run.start()
+    if run.resumed:
+        run.show_counts()
     recorder.console.start_training(config.trainer.total_training_steps or 0)
     try:
         run.watch()
@@ -107,7 +109,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
         raise
     finally:
         with contextlib.suppress(CallTimeout, WorkerDied):
-            recorder.console.say("Prompts: " + ", ".join(f"{count} {name}" for name, count in run.counts().items()))
+            run.show_counts()
 
 
 @ray.remote(num_cpus=0)
@@ -140,11 +142,10 @@ class DetachedRun:
         self.looked_at = 0.0
         self.reports: dict[str, SideRecorder] = {}
         """The last report of each side."""
-        self.rows: dict[int, list[tuple[dict[str, Metric], float]]] = defaultdict(list)
-        """The metrics of a step by those trainers that have done it, and when they had."""
-        self.waits: dict[str, dict[float, float]] = defaultdict(dict)
-        """When each side waited for others: the ends by the starts."""
-        self.validated = -1
+        self.resumed = recorder.resumed.checkpoint if recorder.resumed else None
+        self.record = DetachedRecord(config, recorder)
+        self.last_step = -1
+        """The step after which a run ends that SIGTERM ends; -1 before."""
 
     def start(self) -> None:
         """Starts ledger, trainers and makers, and their loops."""
@@ -154,7 +155,7 @@ class DetachedRun:
         reserve([pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()])
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
-            steps, config.data.train_batch_size, detached
+            steps, config.data.train_batch_size, detached, self.resumed.state["ledger"] if self.resumed else None
         )
         trainer_class: Any = DetachedPPOTrainer
         host, port, count = ray.util.get_node_ip_address(), 0, detached.num_trainers
@@ -167,7 +168,7 @@ class DetachedRun:
                 config, config.maker_names, env_info=env_info, pools=self.pools[name]
             )
             self.actors[name] = actor
-            self.loops[name] = actor.fit.remote(steps, detached.update_steps)
+            self.loops[name] = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
         for name in config.maker_names:
             self.start_maker(name)
         place = self.actors[LEDGER].__ray_call__.remote(lambda _: SideRecorder(LEDGER))
@@ -187,7 +188,7 @@ class DetachedRun:
             self.config.trainer_names,
             env_info=env_info,
             start=self.starts[name],
-            validated=self.validated,
+            validated=max([self.record.validated, *self.record.validations]),
             pools=self.pools[name],
         )
         self.actors[name] = actor
@@ -202,9 +203,14 @@ class DetachedRun:
                 self.end_of_loop(names[loop], loop)
             for name in list(self.loops):
                 self.collect(name)
-            for step in [step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)]:
-                self.log_step(step)  # by now makers too have said how long they waited until its end
+            self.record.log()
+            if self.record.step == self.last_step < self.config.num_steps_of_run:
+                raise KeyboardInterrupt
             self.counts()
+            if self.recorder.is_ending and self.last_step < 0:
+                self.last_step = ask(LEDGER, "end", timeout=ANSWER_S)
+                said = f"SIGTERM: the run ends with the checkpoint of step {self.last_step}"
+                self.recorder.console.say(f"{said}; a second one ends it without.")
             if time.monotonic() - self.looked_at > LOOK_S:
                 self.end_stopped_workers()
 
@@ -215,6 +221,11 @@ class DetachedRun:
         except (CallTimeout, WorkerDied) as error:
             self.remove(LEDGER)
             self.failed(LEDGER, error)
+
+    def show_counts(self) -> None:
+        """Says what became of every prompt."""
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
+        self.recorder.console.say(f"Prompts: {counts}")
 
     def end_stopped_workers(self) -> None:
         """Kills workers that are stopped, of sides that wait for theirs; their death is found as any other."""
@@ -263,33 +274,7 @@ class DetachedRun:
         is_placed = len(self.reports) == len(self.pools) and all(each.placement for each in self.reports.values())
         if is_placed and placement != self.recorder.placement:
             self.recorder.show_placement(placement)
-        for event in report.events:
-            self.recorder.timeline.record(event)
-        self.waits[name].update(report.waits)
-        for step, metrics, ended in report.rows:
-            if name in self.config.maker_names:
-                self.recorder.log_validation(metric_values(metrics), step)
-                self.validated = step
-            else:
-                self.rows[step].append((dict(metrics), ended))
-
-    def log_step(self, step: int) -> None:
-        """Writes the metrics of a step, which all trainers have done."""
-        rows, ended = zip(*self.rows.pop(step), strict=True)
-        values = metric_values(merge_metrics(rows))
-        values |= {"training/global_step": step} | self.idle_shares(max(ended), values["timing_s/step"])
-        self.recorder.timeline.start_step(step)
-        self.recorder.tracking.log(values, step)
-        self.recorder.console.show_step(step, self.config.trainer.total_training_steps or 0, values)
-
-    def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
-        """In which share of a step's `seconds`, until it `ended`, each side waited for others."""
-        shares = {}
-        for name, waits in self.waits.items():
-            self.waits[name] = within = {start: end for start, end in waits.items() if end > ended - seconds}
-            waited_s = sum(max(0.0, min(end, ended) - max(start, ended - seconds)) for start, end in within.items())
-            shares[f"detached/idle/{name}"] = waited_s / seconds
-        return shares
+        self.record.add(name, report)
 
     def place_of(self, name: str) -> tuple[str, int]:
         """Node and process id of a side, as far as they are known."""
@@ -351,8 +336,9 @@ class DetachedRun:
             pool.release()
 
     def finish(self) -> None:
-        """Validates with the last weights."""
-        steps = self.config.trainer.total_training_steps
+        """Validates with the last weights, after which the last checkpoint is complete."""
+        steps = self.config.num_steps_of_run
         self.loops = {name: self.actors[name].finish.remote(steps) for name in self.config.maker_names}
         self.restarts_left.clear()
         self.watch()
+        self.record.commit_checkpoint()

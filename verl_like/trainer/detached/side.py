@@ -50,8 +50,10 @@ class SideRecorder:
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
-    rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
-    """(training step, metrics, when it ended) of a trainer, (version, metrics, when) of a maker's validations."""
+    rows: deque[tuple[int, Mapping[str, Metric], float, Mapping[str, Any] | None]] = field(default_factory=deque)
+    """(training step, metrics, when it ended, what was saved after it) of a trainer, (version, metrics, when, None) of
+    a maker's validations. Saved are the `files` that its ranks wrote, see `PendingCheckpoint`, and the state of the
+    `ledger`, which the last trainer to do the step has."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
     """(start, end) of waits for other sides. One that lasts is reported until now, and again in the next report."""
     seconds: dict[str, float] = field(default_factory=dict)

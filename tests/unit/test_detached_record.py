@@ -1,0 +1,118 @@
+"""The record of a detached run: what several sides report becomes rows in the order of the steps, and checkpoints."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_like.protocol import Metric
+from verl_like.protocol.files import file_digest
+from verl_like.trainer import checkpoint
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.detached.record import DetachedRecord
+from verl_like.trainer.detached.side import SideRecorder
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.resume import find_run
+from verl_like.trainer.run_recorder import RunRecorder
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], DetachedRecord]]:
+    """Starts a run of three steps by two trainers, or continues it."""
+    settings = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"]
+    settings += ["placement=detached", "detached.num_trainers=2", "trainer.total_training_steps=3"]
+    config = load_config(
+        DetachedConfig, broken_detached_rules, [*settings, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]
+    )
+    started: list[DetachedRecord] = []
+
+    def run() -> DetachedRecord:
+        started.append(DetachedRecord(config, RunRecorder(config, PPO_DISPLAY, find_run(config)[0])))
+        return started[-1]
+
+    yield run
+    for record in started:
+        record.recorder.console.close()
+
+
+def do_step(record: DetachedRecord, index: int, step: int, is_last_to_do_it: bool) -> None:
+    """A trainer does a step and saves its part of a checkpoint."""
+    partial = checkpoint.partial_of_step(record.recorder.run_dir, step)
+    file = partial / f"actor/checkpoint/rank_{index}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{index} {step}")
+    saved = {"files": {str(file.relative_to(partial)): file_digest(file)}}
+    saved["ledger"] = {"next_number": 4 * step} if is_last_to_do_it else None
+    metrics = {"actor/loss": Metric.mean(step + index), "timing_s/step": Metric.max(1.0)}
+    report = SideRecorder(f"trainer_{index}", node="")
+    report.rows.append((step, metrics, 5.0, saved))
+    record.add(report.name, report)
+
+
+def validate(record: DetachedRecord, version: int) -> None:
+    report = SideRecorder("maker_0", node="")
+    report.rows.append((version, {"val-core/acc": Metric.mean(version)}, 5.0, None))
+    record.add("maker_0", report)
+
+
+def rows_of(record: DetachedRecord) -> list[tuple[int, float]]:
+    """The step and the loss of each row, or of a validation the accuracy."""
+    rows = map(json.loads, (record.recorder.run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row.get("actor/loss", row.get("val-core/acc"))) for row in rows]
+
+
+def test_a_step_is_written_and_saved_when_all_trainers_have_done_it_and_its_validation_is_not_before_it(
+    start: Callable[[], DetachedRecord],
+):
+    record = start()
+    run_dir = record.recorder.run_dir
+    validate(record, 0)
+    do_step(record, 1, 1, False)
+    validate(record, 1)
+    record.log()
+    assert rows_of(record) == [(0, 0.0)] and record.validated == 0 and checkpoint.steps(run_dir) == []
+    do_step(record, 0, 1, True)
+    record.log()
+    assert rows_of(record) == [(0, 0.0), (1, 1.5), (1, 1.0)] and record.validated == 1
+    whole = checkpoint.read(checkpoint.folder_of_step(run_dir, 1))
+    assert (whole.state["ledger"], whole.state["validated"]) == ({"next_number": 4}, 0)
+    manifest = json.loads((whole.folder / "manifest.json").read_text())
+    assert list(manifest["files"]) == [f"actor/checkpoint/rank_{index}.safetensors" for index in (0, 1)]
+
+    do_step(record, 0, 2, False)
+    do_step(record, 1, 2, True)
+    validate(record, 2)
+    record.log()
+    record.recorder.lock.close()  # it dies with checkpoints of steps 1 and 2
+    (checkpoint.folder_of_step(run_dir, 2) / "manifest.json").write_text("")
+
+    record = start()
+    assert record.recorder.run_dir == run_dir and (record.step, record.validated) == (1, 0)
+    assert rows_of(record) == [(0, 0.0), (1, 1.5)], "the validation came after the checkpoint"
+    validate(record, 1)
+    for step in (2, 3):
+        do_step(record, 0, step, True)
+        do_step(record, 1, step, False)
+    validate(record, 2)
+    record.log()
+    expected = [(0, 0.0), (1, 1.5), (1, 1.0), (2, 2.5), (2, 2.0), (3, 3.5)]
+    assert rows_of(record) == expected
+    assert checkpoint.steps(run_dir) == [1, 2], "the last one is complete when its validation is written"
+    validate(record, 3)
+    record.log()
+    record.commit_checkpoint()
+    assert rows_of(record) == [*expected, (3, 3.0)] and checkpoint.steps(run_dir) == [1, 2, 3]
+    assert checkpoint.read(checkpoint.folder_of_step(run_dir, 3)).state["validated"] == 3
+    record.recorder.lock.close()
+
+
+def test_a_part_that_is_not_seen_where_the_checkpoint_is_completed_ends_the_run(start: Callable[[], DetachedRecord]):
+    record = start()
+    do_step(record, 0, 1, False)
+    do_step(record, 1, 1, True)
+    (checkpoint.partial_of_step(record.recorder.run_dir, 1) / "actor/checkpoint/rank_0.safetensors").unlink()
+    with pytest.raises(OSError, match=r"rank_0\.safetensors, which is not seen from here"):
+        record.log()
+    record.recorder.lock.close()

@@ -1,0 +1,86 @@
+"""The record of a detached run: what makers and trainers report is written in the order of the training steps."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from verl_like.protocol import Metric, merge_metrics, metric_values
+from verl_like.trainer.checkpoint import partial_of_step
+from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.detached.side import SideRecorder
+from verl_like.trainer.run_recorder import RunRecorder
+
+
+class DetachedRecord:
+    """Writes a step when all trainers have done it, a validation after its step, and completes checkpoints."""
+
+    def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
+        self.config, self.recorder = config, recorder
+        resumed = recorder.resumed.checkpoint if recorder.resumed else None
+        self.rows: dict[int, list[tuple[Mapping[str, Metric], float, Mapping[str, Any] | None]]] = defaultdict(list)
+        """What the trainers that have done a step reported of it, see `SideRecorder.rows`."""
+        self.waits: dict[str, dict[float, float]] = defaultdict(dict)
+        """When each side waited for others: the ends by the starts."""
+        self.step = resumed.step if resumed else 0
+        """The last one that is written."""
+        self.saved: list[Mapping[str, Any]] = []
+        """What each trainer saved after this step."""
+        self.validations: dict[int, Mapping[str, Metric]] = {}
+        """Those that are not written, by their version."""
+        self.validated: int = resumed.state["validated"] if resumed else -1
+        """The version of the last one that is written."""
+
+    def add(self, name: str, report: SideRecorder) -> None:
+        """Takes what happened on a side since its last report."""
+        for event in report.events:
+            self.recorder.timeline.record(event)
+        self.waits[name].update(report.waits)
+        # Before a trainer waits for experience, there is nothing to save.
+        self.recorder.saves_when_ended |= name in self.config.trainer_names and len(report.waits) > 0
+        for step, metrics, ended, saved in report.rows:
+            if name in self.config.maker_names:
+                self.validations[step] = metrics
+            else:
+                self.rows[step].append((metrics, ended, saved))
+
+    def log(self) -> None:
+        """Writes what is complete, after makers too have said how long they waited until then."""
+        for step in [step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)]:
+            self.log_validations(step - 1)
+            self.log_step(step)
+            if self.saved and step < self.config.num_steps_of_run:
+                self.commit_checkpoint()
+        self.log_validations(self.step)
+
+    def log_validations(self, version: int) -> None:
+        """Writes the validations up to a version."""
+        for each in [each for each in self.validations if each <= version]:
+            self.recorder.log_validation(metric_values(self.validations.pop(each)), each)
+            self.validated = each
+
+    def log_step(self, step: int) -> None:
+        """Writes the metrics of a step, which all trainers have done."""
+        rows, ended, saved = zip(*self.rows.pop(step), strict=True)
+        values = metric_values(merge_metrics(rows))
+        values |= {"training/global_step": step} | self.idle_shares(max(ended), values["timing_s/step"])
+        self.recorder.timeline.start_step(step)
+        self.recorder.tracking.log(values, step)
+        self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
+        self.step, self.saved = step, [each for each in saved if each]
+
+    def commit_checkpoint(self) -> None:
+        """Makes what the trainers saved after the step written last its checkpoint."""
+        (ledger,) = [each["ledger"] for each in self.saved if each["ledger"]]
+        written = {name: digest for each in self.saved for name, digest in each["files"].items()}
+        state = {"ledger": ledger, "validated": self.validated}
+        self.recorder.begin_checkpoint(partial_of_step(self.recorder.run_dir, self.step), self.step, state, {}, written)
+        self.recorder.commit_checkpoint(wait=True)
+
+    def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
+        """In which share of a step's `seconds`, until it `ended`, each side waited for others."""
+        shares = {}
+        for name, waits in self.waits.items():
+            self.waits[name] = within = {start: end for start, end in waits.items() if end > ended - seconds}
+            waited_s = sum(max(0.0, min(end, ended) - max(start, ended - seconds)) for start, end in within.items())
+            shares[f"detached/idle/{name}"] = waited_s / seconds
+        return shares
