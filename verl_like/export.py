@@ -11,15 +11,22 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from peft import LoraConfig, LoraModel
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
+
+from verl_like.workers.models.lora import merge, trained_parameters
+
+ADAPTER = "adapter_config.json"
+"""peft's settings, in a checkpoint that has an adapter alone."""
 
 
 def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = False) -> None:
@@ -43,13 +50,17 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or give a folder that does not.")
     hf = empty_model(checkpoint, dtype)
-    weights = read_weights(checkpoint, hf, ema)
+    if (checkpoint / ADAPTER).is_file():
+        weights = merged_weights(checkpoint, hf, ema)
+    else:
+        weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
             partial = Path(folder, out.name)
             hf.save_pretrained(partial, state_dict=weights)
-            settings = shutil.ignore_patterns("*.safetensors", "config.json")  # which has its dtype from `hf`
+            # The dtype in config.json is that of `hf`.
+            settings = shutil.ignore_patterns("*.safetensors", "config.json", ADAPTER)
             shutil.copytree(checkpoint, partial, ignore=settings, dirs_exist_ok=True)
             partial.rename(out)
     except (OSError, SafetensorError) as error:
@@ -70,8 +81,29 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
         return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
 
 
-def read_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
-    """The parameters by their names in `hf`, whole and in its dtype. Raises ValueError for what is not there."""
+def merged_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+    """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in them.
+
+    Raises ValueError where that model is not there any more, or the adapter is not whole.
+    """
+    settings = LoraConfig.from_pretrained(str(checkpoint))
+    with torch.device("meta"):
+        names = trained_parameters(LoraModel(type(hf)(hf.config), settings, "default").model)
+    adapter = read_weights(checkpoint, torch.float32, names, ema)
+    try:
+        merged = merge(type(hf), hf.config, settings, adapter)
+    except OSError as error:
+        raise ValueError(
+            f"{checkpoint} has an adapter of {settings.base_model_name_or_path}, which cannot be read ({error}): "
+            "put that model there."
+        ) from error
+    return {name: parameter.detach().to(hf.dtype) for name, parameter in merged.named_parameters()}
+
+
+def read_weights(
+    checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, torch.Tensor]], ema: bool
+) -> dict[str, torch.Tensor]:
+    """The values of `parameters` by name, whole and in the dtype. Raises ValueError for what is not there."""
     for file in checkpoint.glob("*.safetensors"):
         try:
             safe_open(file, framework="pt")
@@ -82,7 +114,7 @@ def read_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, 
     prefix, suffix = ("optimizer.", ".ema") if ema else ("model.", "")
     if ema and not any(name.endswith(suffix) for name in saved):
         raise ValueError(f"{checkpoint} has no average of the weights: train with actor_rollout_ref.actor.ema_decay.")
-    for name, parameter in hf.named_parameters():
+    for name, parameter in parameters:
         there: Any = saved.get(f"{prefix}{name}{suffix}")
         num_values = sum(math.prod(part.sizes) for part in there.chunks) if there else 0
         if num_values != parameter.numel() or there.size != parameter.size():
@@ -90,7 +122,7 @@ def read_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, 
                 f"{checkpoint} lacks {name} or a part of it: a file is missing; export another checkpoint."
             )
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
-    weights = {name: torch.empty(saved[name].size, dtype=hf.dtype) for name in names}
+    weights = {name: torch.empty(saved[name].size, dtype=dtype) for name in names}
     dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
     return {name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()}
 

@@ -21,6 +21,7 @@ TECHNIQUES = (
     "actor_rollout_ref.actor.ema_decay",
     # resuming
     *("trainer.resume_", "trainer.damaged_ckpt", "trainer.max_ckpt_to_keep", "trainer.best_ckpt_metric"),
+    *(f"{model}.model.{name}" for model in ("actor_rollout_ref", "critic") for name in ("lora_", "target_modules")),
     "actor_rollout_ref.rollout.quantization",  # an engine whose distribution is corrected
 )
 CONFIG_FILES = [*python_files(PACKAGE / "workers/config", PACKAGE / "trainer/config")]

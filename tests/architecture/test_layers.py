@@ -26,6 +26,7 @@ OPTIONAL = {
         *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
         "workers/weight_transfer/direct.py",
     },
+    "peft": {"workers/models/lora.py"},
     "flash_attn": {"workers/models/attention.py"},
     "wandb": {"trainer/tracking.py"},
     "trackio": {"trainer/tracking.py"},

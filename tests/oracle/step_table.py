@@ -317,6 +317,12 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     ],
     "precision": [*PRECISION, f"{ROLLOUT}.dtype", f"{ROLLOUT}.quantization"],
     "compiled": ["actor_rollout_ref.model.use_torch_compile", "critic.model.use_torch_compile"],
+    # tests/unit/test_workers_lora.py
+    "adapter": [
+        f"{model}.{name}"
+        for model in ("actor_rollout_ref.model", "critic.model")
+        for name in ("lora_rank", "lora_alpha", "target_modules")
+    ],
     "sampling": [
         *(f"{ROLLOUT}.{name}" for name in ("top_k", "top_p", "ignore_eos")),
         *(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p", "n")),

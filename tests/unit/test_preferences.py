@@ -138,10 +138,11 @@ def conversations(batch: DataProto) -> dict[str, torch.Tensor]:
     return {name: column.reshape(6, -1) for name, column in batch.tensors().items() if name != "margin"}
 
 
+ADAPTER = ["model.lora_rank=4", "model.lora_alpha=6"]  # then the reference is the model under it
 BY_ROW = ["training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=1"]
 
 
-@pytest.mark.parametrize("micro", [BY_ROW, []])
+@pytest.mark.parametrize("micro", [BY_ROW, ADAPTER])
 def test_a_reward_model_learns_and_scores_alike_in_transformers_and_in_ppo(
     micro: list[str], model_path: str, tmp_path: Path
 ):
@@ -173,7 +174,7 @@ def test_a_reward_model_learns_and_scores_alike_in_transformers_and_in_ppo(
     np.testing.assert_allclose(scores_BR.sum(-1), rewards.reshape(-1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [BY_ROW, ["training.label_smoothing=0.2"], ["training.loss_type=ipo"]])
+@pytest.mark.parametrize("settings", [BY_ROW, ["training.label_smoothing=0.2"], ["training.loss_type=ipo", *ADAPTER]])
 def test_dpo_compares_the_policy_with_the_model_at_the_start(settings: list[str], model_path: str, tmp_path: Path):
     config = config_of(DPOConfig, model_path, tmp_path, "training.beta=0.3", *settings)
     _, group, batch = start(config)

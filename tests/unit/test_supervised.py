@@ -97,7 +97,9 @@ def config_of(model_path: str, file: str, *settings: str) -> SFTConfig:
     return load_config(SFTConfig, broken_supervised_rules, [*own, "trainer.total_training_steps=3", *settings])
 
 
-@pytest.mark.parametrize("micro", [["training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=1"], []])
+@pytest.mark.parametrize(
+    "micro", [["training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=1"], ["model.lora_rank=4"]]
+)
 def test_the_loss_is_the_mean_over_the_learned_tokens_of_the_batch(
     micro: list[str], load: Callable, model_path: str, tmp_path: Path
 ):

@@ -87,8 +87,8 @@ class ExperienceMaker:
         pending: list[Any] = []
         if self.config.needs_old_log_probs:
             pending.append(work.submit(self.groups[Role.Actor].compute_log_prob, batch))
-        if reference := self.groups.get(Role.RefPolicy):
-            pending.append(work.submit(reference.compute_ref_log_prob, batch))
+        if role := self.config.role_of_reference:
+            pending.append(work.submit(self.groups[role].compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):

@@ -16,7 +16,8 @@ from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
-from verl_like.workers.models.pretrained import TEACHER_PATH, decoder_layers, load_hf_config
+from verl_like.workers.models.lora import trained_parameters
+from verl_like.workers.models.pretrained import TEACHER_PATH, decoder_layers, empty_model
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
 GB = 1e9
@@ -33,6 +34,8 @@ class ModelSize:
     """Numbers of parameters, and the widths that activations have."""
 
     parameters: int
+    trained: int
+    """Those of the adapter, or all where there is none."""
     layer: int
     """Parameters of the largest decoder layer."""
     outer: int
@@ -48,17 +51,14 @@ class ModelSize:
     @classmethod
     def of(cls, config: ModelConfig, key: str, auto_class: Any) -> "ModelSize":
         """Counts the parameters of a model that is made without memory."""
-        hf_config = load_hf_config(config, key=key)
-        if auto_class is not AutoModelForCausalLM:
-            hf_config.num_labels = 1
-        with torch.device("meta"):
-            hf = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
-        text, head = hf_config.get_text_config(), hf.get_output_embeddings()
+        hf = empty_model(config, auto_class, key=key)
+        text, head = hf.config.get_text_config(), hf.get_output_embeddings()
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(hf)]
         total = sum(p.numel() for p in hf.parameters())
         return cls(
             parameters=total,
+            trained=sum(p.numel() for _, p in trained_parameters(hf)),
             layer=max(layers),
             outer=total - sum(layers),
             num_layers=len(layers),
@@ -109,10 +109,14 @@ class TrainingRole:
         return self.size.parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
 
     @property
+    def stored_trained(self) -> float:
+        return self.stored * self.size.trained / self.size.parameters
+
+    @property
     def adam(self) -> float:
-        """Two moments of each parameter, in the parameters' data type, and with it the average in float32."""
-        average = self.size.parameters / self.shards * torch.float32.itemsize if self.has_ema else 0.0
-        return 2 * self.stored + average if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
+        """Two moments of each trained parameter, in the parameters' data type, and with it the average in float32."""
+        average = self.size.trained / self.shards * torch.float32.itemsize if self.has_ema else 0.0
+        return 2 * self.stored_trained + average if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
 
     @property
     def offloads_adam(self) -> bool:
@@ -137,8 +141,8 @@ class TrainingRole:
         if isinstance(self.fsdp, TrainedFsdpConfig):
             # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that
             # is gathered whole frees its layers while it makes the copy, which then takes no further memory.
-            gradients = size.parameters * REDUCTION_BYTES / (1 if self.fsdp.strategy == "zero1" else self.shards)
-            gradients += 0.0 if is_whole or self.fsdp.model_dtype == "float32" else self.stored
+            gradients = size.trained * REDUCTION_BYTES / (1 if self.fsdp.strategy == "zero1" else self.shards)
+            gradients += 0.0 if is_whole or self.fsdp.model_dtype == "float32" else self.stored_trained
             reduced = max(size.outer, size.layer) * (itemsize + REDUCTION_BYTES)
             if isinstance(self.model, TrainedModelConfig) and not self.model.enable_activation_offload:
                 each = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
@@ -209,7 +213,7 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
             working = role.working(sequence, response)
             phases.append(Phase(pool, f"{role.name} {name}", rest | working | beside | overhead))
             if role.offloads_adam:
-                step = {f"{role.name} Adam": role.adam, "gradients": role.stored}
+                step = {f"{role.name} Adam": role.adam, "gradients": role.stored_trained}
                 weights = {f"{role.name} weights": role.stored}
                 phases.append(Phase(pool, f"{role.name} optimizer step", rest | weights | step | beside | overhead))
     return phases

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -32,7 +32,7 @@ from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worke
 from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
-from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
+from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import TEACHER_PATH
@@ -195,6 +195,8 @@ def check_models(config: PPOConfig) -> None:
             )
     for key, model in models.items():
         pretrained.fetch_weights(model, key=key)
+        if isinstance(model, TrainedModelConfig) and model.lora_rank:
+            pretrained.empty_model(model, AutoModelForCausalLM, key=key)  # checks what gets an adapter
     for key, hf_config in configs.items():
         if not key.startswith("reward_model"):
             size_key, size = sequence_parallel(config, Role.Critic if key == "critic.model" else Role.Actor)

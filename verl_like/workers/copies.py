@@ -28,7 +28,7 @@ class CopyWorker(ModelWorker):
 
     def start_copy(self, mesh_name: str, sequence_parallel_size: int) -> None:
         """Makes the engine, sharded over all ranks of the copy and stored in the dtype that the layers compute in."""
-        trained = self.fsdp_config
+        trained, self.model_config = self.fsdp_config, self.model_config.with_scaled_adapter()
         self.fsdp_config = ForwardFsdpConfig(param_offload=trained.param_offload, dtype=trained.dtype)
         self.register_mesh(mesh_name, sequence_parallel_size)
         self.start_engine(sequence_parallel_size)

@@ -17,6 +17,7 @@ from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.engine.mini_batches import Rows, UpdateSchedule, forward, to_rows
 from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.models.lora import with_scale
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching, num_groups, num_rows_per_rank
@@ -170,7 +171,7 @@ class TrainedWorker(ModelWorker):
         """This rank's part of the weights for rollout engines and copies, in `export_dtype`, as version `version`."""
         with self.engine.on_device():
             export = collect_weights(
-                self.engine.named_parameters(),
+                with_scale(self.engine.named_parameters(), self.model_config),
                 dtype=getattr(torch, self.export_dtype),
                 rank=self.rank,
                 world_size=self.world_size,

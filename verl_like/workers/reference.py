@@ -15,6 +15,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
 
     def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
         super().__init__(config, shares_device)
+        self.model_config = self.model_config.model_copy(update={"lora_rank": 0})
         self.fsdp_config = config.ref.fsdp_config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

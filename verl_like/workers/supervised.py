@@ -132,7 +132,11 @@ class DPOWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model twice; the reference has the data type in which layers compute."""
+        """Loads the model, and unless it has an adapter the reference, in the data type in which layers compute."""
+        if self.model_config.lora_rank:
+            super().init_model()
+            self.reference = self.engine
+            return
         trained = self.fsdp_config
         self.fsdp_config = ForwardFsdpConfig(dtype=trained.dtype, param_offload=trained.param_offload)
         self.start_engine(self.training.ulysses_sequence_parallel_size)
@@ -142,9 +146,10 @@ class DPOWorker(SupervisedWorker):
     def rows_of(self, data: DataProto) -> Rows:
         """With `reference_log_probs` (B, 2)."""
         rows = super().rows_of(data)
-        log_probs = forward(
-            self.reference, rows, self.micro_batching, lambda micro: (_answer_log_probs(self.reference, micro),)
-        )
+        with self.reference.without_adapter():
+            log_probs = forward(
+                self.reference, rows, self.micro_batching, lambda micro: (_answer_log_probs(self.reference, micro),)
+            )
         return rows | {"reference_log_probs": log_probs[0].to(self.device)}
 
     def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -235,6 +235,12 @@ class PPOConfig(RunConfig):
         return uses_kl or "ref_log_prob" in self.estimator_needs | self.loss_needs
 
     @property
+    def role_of_reference(self) -> str | None:
+        """The role that computes the reference's log-probabilities: the actor, if it has an adapter to take off."""
+        is_in_actor = self.actor_rollout_ref.model.lora_rank and Role.RefPolicy not in self.worker_classes
+        return (Role.Actor if is_in_actor else Role.RefPolicy) if self.needs_reference else None
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether the loss learns from the model `teacher_path`. A custom role may be the teacher instead."""
         return "teacher_log_prob" in self.loss_needs and self.actor_rollout_ref.teacher_model is not None
@@ -271,7 +277,7 @@ class PPOConfig(RunConfig):
         needed = {
             Role.Actor: True,
             Role.Rollout: True,
-            Role.RefPolicy: self.needs_reference,
+            Role.RefPolicy: self.role_of_reference == Role.RefPolicy,
             Role.Teacher: self.needs_teacher,
             Role.Critic: self.needs_critic,
         }

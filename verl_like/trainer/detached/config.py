@@ -81,8 +81,9 @@ class DetachedConfig(PPOConfig):
 
     @property
     def maker_roles(self) -> list[str]:
-        """All but the actor, which a maker needs only where it computes log-probabilities."""
-        return [role for role in self.active_roles if role != Role.Actor or self.needs_old_log_probs]
+        """All but the actor, unless it computes its own or the reference's log-probabilities."""
+        needs_actor = self.needs_old_log_probs or self.role_of_reference == Role.Actor
+        return [role for role in self.active_roles if role != Role.Actor or needs_actor]
 
     @property
     def trainer_roles(self) -> list[str]:
@@ -166,7 +167,7 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             "actor and critic pools of their own, e.g. placement=detached"
         )
     if (
-        config.needs_old_log_probs
+        Role.Actor in config.maker_roles
         and (policy := config.actor_rollout_ref).rollout.dtype != policy.actor.fsdp_config.dtype
     ):
         yield (

@@ -21,7 +21,7 @@ from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, 
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
-from verl_like.workers.models.pretrained import fetch_weights, load_hf_config, load_tokenizer
+from verl_like.workers.models.pretrained import empty_model, fetch_weights, load_tokenizer
 from verl_like.workers.supervised import DPOWorker, RMWorker, SFTWorker, SupervisedWorker
 
 
@@ -85,9 +85,10 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         num_cpus, keys = config.ray_kwargs.ray_init.num_cpus, "trainer.nnodes and trainer.n_gpus_per_node"
         check_machine([pool_of(config)], config.trainer.device, num_cpus, keys=keys)
     require_flash_attention(config.model.attn_implementation, "model")
-    hf_config = load_hf_config(config.model, key="model")
+    kind = KINDS[type(config)]
+    hf_config = empty_model(config.model, kind.worker.model_class.auto_class, key="model").config
     fetch_weights(config.model, key="model")
-    data, dataset = config.data, KINDS[type(config)].dataset
+    data, dataset = config.data, kind.dataset
     tokenizer = load_tokenizer(config.model)
     load = partial(
         dataset,

@@ -1,10 +1,10 @@
 """Settings of a model: where it comes from and how its layers compute."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, Strict, field_validator
 
-from verl_like.config_model import ConfigModel
+from verl_like.config_model import ConfigModel, PositiveInt
 
 _DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -59,11 +59,23 @@ class TrainedModelConfig(ModelConfig):
     """Keep what the backward pass needs of each layer in host memory until it is needed."""
     use_torch_compile: bool = False
     """Compile the layers with torch.compile: a slow first step, then fewer and larger kernels."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of a low-rank adapter (LoRA, arXiv:2106.09685), which alone is trained, beside a head that is new; 0 trains
+    the whole model."""
+    lora_alpha: PositiveInt = 16
+    """The adapter's product is multiplied by lora_alpha / lora_rank."""
+    target_modules: str | Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = "all-linear"
+    """Linear layers of the decoder that get an adapter: all-linear, a list of names, e.g. [q_proj, v_proj], or a
+    regular expression that matches whole names."""
 
     @property
     def tokenizer(self) -> str:
         """Folder or hub name of the tokenizer that is saved with the model."""
         return self.path
+
+    def with_scaled_adapter(self) -> Self:
+        """For engines and copies, whose B comes with the factor lora_alpha / lora_rank in it."""
+        return self.model_copy(update={"lora_alpha": self.lora_rank})
 
 
 class PolicyModelConfig(TrainedModelConfig):

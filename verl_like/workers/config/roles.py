@@ -102,6 +102,20 @@ class ActorRolloutRefConfig(ConfigModel):
     ref: RefConfig
     rollout: RolloutConfig
 
+    @model_validator(mode="after")
+    def an_adapter_has_an_engine_that_takes_it(self) -> "ActorRolloutRefConfig":
+        rollout, untried = self.rollout, []
+        untried += [f"quantization={rollout.quantization}"] if rollout.quantization else []
+        untried += [f"weight_transport={rollout.weight_transport}"] if rollout.sends_directly else []
+        size = rollout.tensor_model_parallel_size
+        untried += [f"tensor_model_parallel_size={size}"] if size > 1 else []
+        if self.model.lora_rank and untried:
+            raise ValueError(
+                f"model.lora_rank={self.model.lora_rank} with rollout.{untried[0]}: adapters do not travel there; "
+                "leave the latter as it is by default, or set lora_rank=0"
+            )
+        return self
+
     @property
     def teacher_model(self) -> PolicyModelConfig | None:
         """The model of the teacher, if the policy loss has the option `teacher_path`. The rest is the policy's."""

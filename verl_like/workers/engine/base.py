@@ -38,6 +38,9 @@ class TrainingEngine(Protocol):
     def on_device(self, *, train: bool = False) -> AbstractContextManager[None]:
         """Within it the model can run; with `train` its passes can be differentiated."""
 
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Within it a model that has an adapter computes as it does without."""
+
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         """This rank's part of the rows, without padding."""
 
@@ -55,7 +58,8 @@ class TrainingEngine(Protocol):
         """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, full tensor or DTensor); tied parameters once."""
+        """(name in the Hugging Face model, full tensor or DTensor); tied parameters once. With an adapter only what is
+        trained."""
 
     def save(self, path: str) -> None:
         """Copies parameters, optimizer and step count; the copy is written to `path` while training goes on, with what

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
+from verl_like.workers.models.lora import merge, trained_parameters, without_adapter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
 from verl_like.workers.models.pretrained import (
@@ -83,8 +84,10 @@ class FsdpEngine(TrainingEngine):
         self.frees_layers = fsdp.strategy == "zero3" and is_sharded
         self.shards_gradients = fsdp.strategy in ("zero2", "zero3") and is_sharded
         self.model = build_model(dist.get_rank() == 0)
-        self.model.requires_grad_(training is not None)
+        if training is None:
+            self.model.requires_grad_(False)
         hf = self.model.hf
+        self.adapter_settings = getattr(hf, "peft_config", {}).get("default")
         self.hf_config = hf.config
         self.exchange = None
         if batch_mesh is not None:
@@ -100,7 +103,7 @@ class FsdpEngine(TrainingEngine):
                 hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.units: list[Any] = [*decoder_layers(hf), self.model]  # fully_shard makes them FSDPModules
         self._shard(self.model)
-        self.parameters = list(self.model.parameters())
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.ema_decay = training.ema_decay if isinstance(training, ActorConfig) else None
         with_ema = self.ema_decay is not None
         self.optimizer = build_optimizer(self.parameters, training.optim, with_ema) if training else None
@@ -157,6 +160,9 @@ class FsdpEngine(TrainingEngine):
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return without_adapter(self.model.hf)
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         packed = pack(rows)
@@ -219,8 +225,7 @@ class FsdpEngine(TrainingEngine):
         return learning_rate(self.training_steps, self.training.optim, self.total_training_steps)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, parameter in self.model.named_parameters():
-            yield name.removeprefix("hf."), parameter
+        yield from trained_parameters(self.model.hf)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -231,6 +236,8 @@ class FsdpEngine(TrainingEngine):
         def write_settings() -> None:
             if dist.get_rank() == 0:
                 save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), path)
+                if self.adapter_settings:
+                    self.adapter_settings.save_pretrained(path)
 
         # What is offloaded is copied from where it is, so that a rollout engine keeps its share of the device.
         self.writer.begin(self._state(), Path(path), write_settings)
@@ -261,16 +268,19 @@ class FsdpEngine(TrainingEngine):
         self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
 
     def save_hf(self, path: str) -> None:
-        dtype = getattr(torch, self.dtype)
-        kept = {}
+        dtype, settings, kept = getattr(torch, self.dtype), self.adapter_settings, {}
         # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
         # host memory, for a rollout engine may have its share of the device.
         for name, parameter in self.named_parameters():
-            gathered = cast(DTensor, parameter.detach().to("cpu", dtype)).full_tensor()
+            gathered = cast(DTensor, parameter.detach().to("cpu", None if settings else dtype)).full_tensor()
             if dist.get_rank() == 0:
                 kept[name] = gathered
         if dist.get_rank() == 0:
-            save_pretrained(self.model.hf, kept, self.tokenizer, dtype, path)
+            hf = self.model.hf
+            if settings:
+                hf = merge(type(hf), hf.config, settings, kept)
+                kept = {name: parameter.detach().to(dtype) for name, parameter in hf.named_parameters()}
+            save_pretrained(hf, kept, self.tokenizer, dtype, path)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The training state: tensors that `load` writes into, and two counts."""

@@ -25,6 +25,7 @@ from transformers.utils import cached_file
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention
+from verl_like.workers.models.lora import add_adapter
 
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
 """The key of the teacher's model: only its path is its own, its other settings are the policy's."""
@@ -48,9 +49,10 @@ def load_pretrained(
     weights: bool,
     new_head_seed: int | None = None,
 ) -> PreTrainedModel:
-    """Builds the model that `config.path` names, with packed attention; heads other than a language model's are scalar.
+    """Builds the model that `config.path` names, with packed attention and its adapter; heads other than a language
+    model's are scalar.
 
-    Raises ValueError as `load_hf_config`, and for weights that are missing at `config.path`.
+    Raises ValueError as `load_hf_config` and `add_adapter`, and for weights that are missing at `config.path`.
 
     Args:
         auto_class: transformers' class for the task, e.g. `AutoModelForCausalLM`.
@@ -59,7 +61,8 @@ def load_pretrained(
         key: the configuration key of `config`, for messages, e.g. `critic.model`.
         device: device that the attention will run on.
         weights: True reads the weights; False makes a model on torch's meta device, without memory.
-        new_head_seed: seed of the head where `config.path` has none; None means that it must have one.
+        new_head_seed: seed of the head where `config.path` has none, and of an adapter; None means that there must be a
+            head, and an adapter's seed is 0.
     """
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
@@ -76,12 +79,15 @@ def load_pretrained(
     }
     if not weights:
         with torch.device("meta"):
-            return auto_class.from_config(hf_config, **options)
+            model = auto_class.from_config(hf_config, **options)
+            add_adapter(model, decoder_layers(model), config, key)
+            return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(new_head_seed or 0)
         model, report = auto_class.from_pretrained(
             os.path.expanduser(config.path), config=hf_config, output_loading_info=True, **options
         )
+        add_adapter(model, decoder_layers(model), config, key)
     new_head = () if new_head_seed is None else ("score.", "classifier.")
     missing = [name for name in report["missing_keys"] if not name.startswith(new_head)]
     if missing:
@@ -89,6 +95,17 @@ def load_pretrained(
             f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: {missing}; "
             "give a model that was trained for this task."
         )
+    return model
+
+
+def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrainedModel:
+    """The model, with its adapter, on torch's meta device; raises ValueError as `load_hf_config` and `add_adapter`."""
+    hf_config = load_hf_config(config, key=key)
+    if auto_class is not AutoModelForCausalLM:
+        hf_config.num_labels = 1
+    with torch.device("meta"):
+        model = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        add_adapter(model, decoder_layers(model), config, key)
     return model
 
 

@@ -65,7 +65,7 @@ class RolloutEngine(ABC):
         size = config.tensor_model_parallel_size
         num_groups(size, world_size, "processes of the rollout pool", key="rollout.tensor_model_parallel_size")
         self.config = config
-        self.model_config = model
+        self.model_config = model.with_scaled_adapter()
         self.rank = rank
         self.world_size = world_size
         self.seed = seed

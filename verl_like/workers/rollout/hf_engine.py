@@ -1,5 +1,6 @@
 """Reference rollout engine: a token at a time with transformers, on a copy of the model. Small, slow, easy to debug."""
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,6 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from verl_like.workers.models.lora import add_adapter, trained_parameters
+from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
 from verl_like.workers.weight_sync import WeightExport, fingerprint_tensor, iterate_weights
@@ -78,11 +81,14 @@ class HfEngine(RolloutEngine):
                 f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size} needs rollout.name=vllm; "
                 "the hf engine runs on one process."
             )
-        self.model = AutoModelForCausalLM.from_config(
-            self.hf_config,
-            dtype=getattr(torch, self.config.dtype),
-            trust_remote_code=self.model_config.trust_remote_code,
-        )
+        model = self.model_config
+        options = {"dtype": getattr(torch, self.config.dtype), "trust_remote_code": model.trust_remote_code}
+        if model.lora_rank:  # only the adapter travels
+            path = os.path.expanduser(model.path)
+            self.model: Any = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
+            add_adapter(self.model, decoder_layers(self.model), model, "actor_rollout_ref.model")
+        else:
+            self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
         self.model.eval().requires_grad_(False).to(self.device)
         self._waiting: list[GenerationRequest] = []
         self._batches: list[_Batch] = []
@@ -149,7 +155,7 @@ class HfEngine(RolloutEngine):
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         self.model.to(self.device)
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(trained_parameters(self.model))
         for name, tensor in iterate_weights(exports):
             parameters[name].copy_(tensor)
         if self.config.kv_after_update == "recompute":
@@ -157,7 +163,7 @@ class HfEngine(RolloutEngine):
                 batch.cache = None
 
     def _fingerprints(self) -> dict[str, int]:
-        return {name: fingerprint_tensor(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: fingerprint_tensor(parameter) for name, parameter in trained_parameters(self.model)}
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine:

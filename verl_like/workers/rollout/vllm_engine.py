@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from verl_like.workers.rollout.request import Completion, GenerationRequest
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer.direct import init_info
 
+ADAPTER_ID = 1
+"""vLLM's number for the policy's adapter, of whatever version."""
 _CPU_KV_BLOCK_TOKENS = 128
 _CPU_BATCHED_TOKENS = 8192
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
@@ -35,6 +37,7 @@ class VllmEngine(RolloutEngine):
             )
         self._asleep = False
         self._num_loads = 0
+        self._adapter_name = ""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
@@ -66,13 +69,20 @@ class VllmEngine(RolloutEngine):
 
     def _start(self, executor: str | type) -> Any:
         config, on_cpu = self.config, self.device == "cpu"
+        adapter: dict[str, Any] = {}
+        if rank := self.model_config.lora_rank:  # vLLM reads the frozen model itself, and only adapters travel
+            from vllm.config.lora import MaxLoRARanks
+
+            largest = min(size for size in get_args(MaxLoRARanks) if size >= rank)
+            adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
         return self._make(
+            **adapter,
             model=os.path.expanduser(self.model_config.path),
             hf_overrides=self.model_config.hf_overrides,
             trust_remote_code=self.model_config.trust_remote_code,
             skip_tokenizer_init=True,  # token ids in, token ids out
             generation_config="vllm",  # no sampling default of the model's own
-            load_format="dummy",
+            load_format="auto" if adapter else "dummy",
             dtype=config.dtype,
             quantization=config.quantization,
             seed=self.seed,
@@ -179,6 +189,7 @@ class VllmEngine(RolloutEngine):
     def _vllm_request(self, request: GenerationRequest) -> tuple[Any, ...]:
         """What vLLM's `add_request` takes."""
         import vllm
+        from vllm.lora.request import LoRARequest
 
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
         if self.config.kv_after_update == "keep":
@@ -197,7 +208,9 @@ class VllmEngine(RolloutEngine):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        return request.name, prompt, parameters
+        # Every request has the adapter: see vllm_adapter.py. vLLM keys its prefix cache by the name.
+        adapter = LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors") if self._adapter_name else None
+        return request.name, prompt, parameters, None, adapter
 
     def _step(self) -> list[tuple[str, Completion]]:
         finished = [request for request in self.llm.llm_engine.step() if request.finished]
@@ -221,10 +234,15 @@ class VllmEngine(RolloutEngine):
             place["transport"] = self.config.weight_transport
             self.llm.init_weight_transfer_engine(WeightTransferInitRequest(place))
             self._has_joined = True
-        self.llm.start_weight_update()
         buckets = [bucket for export in exports for bucket in export.buckets]
-        self.llm.update_weights(WeightTransferUpdateRequest({"dtype": exports[0].dtype, "buckets": buckets}))
-        self.llm.finish_weight_update(weight_version=str(version))
+        if self.model_config.lora_rank:
+            self.llm.collective_rpc("load_adapter", args=(exports[0].dtype, buckets))
+            self.llm.update_weight_version(str(version))
+            self._adapter_name = f"policy-v{version}"
+        else:
+            self.llm.start_weight_update()
+            self.llm.update_weights(WeightTransferUpdateRequest({"dtype": exports[0].dtype, "buckets": buckets}))
+            self.llm.finish_weight_update(weight_version=str(version))
         if self._asleep:
             self.llm.wake_up()
             self._asleep = False
@@ -239,14 +257,16 @@ class VllmEngine(RolloutEngine):
         self._submit([self._in_flight[name] for name in queued])
 
     def _fingerprints(self) -> dict[str, int]:
-        return self.llm.collective_rpc("weight_fingerprints")[0]
+        what = "adapter" if self.model_config.lora_rank else "weight"
+        return self.llm.collective_rpc(f"{what}_fingerprints")[0]
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":
-            # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones.
+            # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones, but not the
+            # frozen ones under an adapter.
             self.policy_version = None
             free_before, _ = torch.cuda.mem_get_info()
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self.model_config.lora_rank else 2)
             self._given_back = torch.cuda.mem_get_info()[0] - free_before
             self._asleep = True
 

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from verl_like.workers.rollout.vllm_adapter import Adapter
 from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
 from verl_like.workers.weight_transfer.direct import receive_chunks
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
@@ -206,10 +207,21 @@ class WorkerExtension:
     """What vLLM's worker is given by `worker_extension_cls`."""
 
     weight_transfer_engine: StagedTransfer
+    model_runner: Any
+    adapter: Adapter
 
     def weight_fingerprints(self) -> dict[str, int]:
         """See `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
+
+    def load_adapter(self, dtype: str, buckets: list[Any]) -> None:
+        """See `Adapter.load`; arguments as of `StagedUpdate`."""
+        self.adapter = Adapter(self.model_runner.get_model().lora_manager)
+        self.adapter.load(iterate_buckets(StagedUpdate(dtype, buckets).buckets, dtype))
+
+    def adapter_fingerprints(self) -> dict[str, int]:
+        """See `Adapter.fingerprints`."""
+        return self.adapter.fingerprints()
 
 
 WeightTransferEngineFactory.register_engine("staged", StagedTransfer)

@@ -1,0 +1,293 @@
+"""Low-rank adapters: what is trained, what travels, and what is written, against transformers and peft alone."""
+
+import dataclasses
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny_worker_models import critic_config, local_group, make_batch, parameters_of, policy_config, write_model
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from verl_like.export import export
+from verl_like.protocol import DataProto
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker import reserve_port
+from verl_like.trainer.memory import ModelSize
+from verl_like.workers.actor import ActorWorker
+from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
+from verl_like.workers.rollout.request import GenerationRequest, Sampling
+from verl_like.workers.weight_sync import WeightSyncError
+
+RANK, ALPHA, TARGETS = 3, 5, ("q_proj", "down_proj")
+TEMPERATURE = 0.7  # of `policy_config`
+
+
+def with_adapter(config: Any, **settings: Any) -> Any:
+    """The settings of a role whose model has an adapter."""
+    adapter = {"lora_rank": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS} | settings
+    return config.model_copy(update={"model": config.model.model_copy(update=adapter)})
+
+
+def policy(path: str, micro: int = 3, **settings: Any) -> Any:
+    config = with_adapter(policy_config(path, micro=micro), **settings)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": "float32", "name": "hf"})})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("lora") / "model")
+
+
+@pytest.fixture(scope="module")
+def actor(path: str) -> LocalWorkerGroup:
+    """An actor that two steps have trained."""
+    group = local_group(ActorWorker, policy(path))
+    for seed in (0, 1):
+        group.update_actor(make_batch(seed=seed)).get()
+    return group
+
+
+def by_peft(path: str, adapter: dict[str, torch.Tensor]) -> PeftModel:
+    """The same model, made by peft from an adapter's values, in float64."""
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), settings).double()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in adapter.items():
+            parameters[f"base_model.model.{name}"].copy_(value)
+    return model.eval()
+
+
+@torch.no_grad()
+def log_probs_of(model: Any, data: DataProto) -> torch.Tensor:
+    """(B, R) log-probabilities of the responses, by transformers, one row without padding at a time."""
+    found = torch.zeros(data.batch["response_mask"].shape, dtype=torch.float64)
+    for row in range(len(data)):
+        ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
+        length = int(data.batch["response_mask"][row].sum())
+        log_probs = (model(input_ids=ids[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)
+        found[row, :length] = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0]
+    return found
+
+
+def test_only_the_adapter_is_trained_and_the_model_computes_as_by_peft(actor: LocalWorkerGroup, path: str):
+    adapter = parameters_of(actor.workers[0])
+    assert len(adapter) == 2 * len(TARGETS) * 2 and all(".lora_" in name for name in adapter)
+    assert all(value.abs().max() > 1e-4 for value in adapter.values())
+    before = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    frozen = {name.replace(".base_layer.", "."): p for name, p in actor.workers[0].engine.model.hf.named_parameters()}
+    assert all(torch.equal(frozen[name].full_tensor(), value) for name, value in before.items())
+    model, data = by_peft(path, adapter), make_batch()
+    log_probs = actor.compute_log_prob(data).get().batch["old_log_probs"].double()
+    torch.testing.assert_close(log_probs, log_probs_of(model, data), atol=2e-5, rtol=0)
+    assert (log_probs - log_probs_of(model.get_base_model(), data)).abs().max() < 2e-5  # injected in place
+    with model.disable_adapter():
+        assert (log_probs - log_probs_of(model, data)).abs().max() > 0.01
+
+
+def test_the_reference_is_the_actor_without_its_adapter_bit_for_bit(actor: LocalWorkerGroup, path: str):
+    data = make_batch()
+    reference = local_group(ReferenceWorker, policy(path))
+    expected = reference.compute_ref_log_prob(data).get().batch["ref_log_prob"]
+    before = actor.compute_log_prob(data).get().batch["old_log_probs"]
+    assert torch.equal(actor.compute_ref_log_prob(data).get().batch["ref_log_prob"], expected)
+    assert torch.equal(actor.compute_log_prob(data).get().batch["old_log_probs"], before)
+    assert not torch.equal(before, expected)
+
+
+def test_a_reference_pass_before_the_first_update_changes_nothing(path: str):
+    first, second = (local_group(ActorWorker, policy(path)) for _ in range(2))
+    first.compute_ref_log_prob(make_batch()).get()
+    for group in (first, second):
+        group.update_actor(make_batch()).get()
+    one, other = (parameters_of(group.workers[0]) for group in (first, second))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
+    actor: LocalWorkerGroup, path: str, tmp_path: Path
+):
+    actor.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    other = local_group(ActorWorker, policy(path))
+    other.load_checkpoint(str(tmp_path / "actor/checkpoint"))
+    data, adapter = make_batch(seed=2), parameters_of(actor.workers[0])
+    for group in (actor, other):
+        group.update_actor(data).get()
+    after = parameters_of(actor.workers[0])
+    assert all(torch.equal(after[name], value) for name, value in parameters_of(other.workers[0]).items())
+    for group in (actor, other):
+        group.load_checkpoint(str(tmp_path / "actor/checkpoint"))
+    num_values = sum(value.numel() for value in adapter.values())
+    files = list((tmp_path / "actor/checkpoint").glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in files) < 3 * 4 * num_values + 20_000  # with two moments each
+
+    actor.save_hf(str(tmp_path / "written"))
+    export(tmp_path / "actor", tmp_path / "exported")
+    written, base = load_file(tmp_path / "written/model.safetensors"), load_file(f"{path}/model.safetensors")
+    exported = load_file(tmp_path / "exported/model.safetensors")
+    assert exported.keys() == written.keys() == base.keys()
+    assert all(torch.equal(exported[name], value) for name, value in written.items())
+    for name, weight in base.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A.default.weight" in adapter:
+            a, b = (adapter[f"{module}.lora_{x}.default.weight"].double() for x in "AB")
+            weight = weight.double() + ALPHA / RANK * b @ a
+            assert (weight - base[name]).abs().max() > 1e-4
+        torch.testing.assert_close(written[name].double(), weight.double(), atol=1e-6, rtol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    log_probs = actor.compute_log_prob(make_batch()).get().batch["old_log_probs"].double()
+    torch.testing.assert_close(log_probs_of(loaded, make_batch()), log_probs, atol=2e-5, rtol=0)
+
+
+def engine_of(config: Any) -> RolloutEngine:
+    return get_rollout_engine("hf")(config.rollout, config.model, rank=0, world_size=1, seed=5, device="cpu")
+
+
+def complete(engine: RolloutEngine) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of two responses."""
+    sampling = Sampling(temperature=TEMPERATURE, top_k=-1, top_p=1.0, max_tokens=6, stop_token_ids=())
+    requests = [GenerationRequest(f"r{i}", ids, i, sampling) for i, ids in enumerate([[5, 9, 12], [7]])]
+    engine.submit(requests)
+    ended = sorted((pair for pairs in engine.stream() for pair in pairs), key=lambda pair: pair[0])
+    return [(list(each.token_ids), each.log_probs) for _, each in ended]
+
+
+def test_an_engine_has_the_frozen_model_and_gets_the_adapter_or_says_that_it_did_not(
+    actor: LocalWorkerGroup, path: str
+):
+    engine = engine_of(policy(path))
+    exported = actor.export_weights(version=4).get()
+    fingerprint = engine.load_weights(exported, 4)
+    adapter = parameters_of(actor.workers[0])
+    assert sum(each.num_bytes for each in exported) == 4 * sum(value.numel() for value in adapter.values())
+    model = by_peft(path, adapter)
+    for prompt, (tokens, log_probs) in zip([[5, 9, 12], [7]], complete(engine), strict=True):
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(log_probs, dtype=torch.float64), expected, atol=2e-5, rtol=0)
+
+    first, second = (f"model.layers.{layer}.mlp.down_proj.lora_B.default.weight" for layer in (0, 1))
+    load = engine._load
+    engine._load = lambda exports, version: None
+    actor.update_actor(make_batch(seed=3)).get()
+    newer = actor.export_weights(version=5).get()
+    with pytest.raises(WeightSyncError, match=r"Weights of version 5 did not arrive at rollout rank 0: 8 of 8 param"):
+        engine.load_weights(newer, 5)  # the adapter of version 4 is still there
+    engine._load = lambda exports, version: load([swapped(each, first, second) for each in exports], version)
+    with pytest.raises(WeightSyncError, match=f"2 of 8 parameters differ from the trainer's: {first}, {second}"):
+        engine.load_weights(newer, 5)
+    engine._load = load
+    assert engine.load_weights(newer, 5) != fingerprint
+
+
+def swapped(export: Any, first: str, second: str) -> Any:
+    """The export with the names of two parameters exchanged, but not their fingerprints."""
+    other = {first: second, second: first}
+    (bucket,) = export.buckets
+    names = tuple(other.get(name, name) for name in bucket.names)
+    return dataclasses.replace(export, buckets=(dataclasses.replace(bucket, names=names),))
+
+
+def test_a_copy_of_the_actor_computes_what_the_actor_does_with_the_adapter_and_without(
+    actor: LocalWorkerGroup, path: str
+):
+    copy, data = local_group(ActorCopyWorker, policy(path)), make_batch()
+    copy.load_weights(actor.export_weights(version=7).get(), version=7)
+    pairs = [(group.compute_log_prob(data).get(), group.compute_ref_log_prob(data).get()) for group in (actor, copy)]
+    for (one, one_reference), (other, other_reference) in [pairs]:
+        torch.testing.assert_close(one.batch["old_log_probs"], other.batch["old_log_probs"], atol=1e-5, rtol=0)
+        assert torch.equal(one_reference.batch["ref_log_prob"], other_reference.batch["ref_log_prob"])
+
+
+def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path):
+    config = with_adapter(critic_config(path))
+    critic = local_group(CriticWorker, config, seed=3)
+    copy, data = local_group(CriticCopyWorker, config, seed=3), make_batch()
+    before = critic.compute_values(data).get().batch["values"]
+    assert torch.equal(copy.compute_values(data).get().batch["values"], before)
+    critic.update_critic(data).get()
+    names = {name.split(".lora_")[0] for name in parameters_of(critic.workers[0])}
+    head = {f"score.modules_to_save.default.{leaf}" for leaf in ("weight", "bias")}
+    assert names == head | {
+        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    copy.load_weights(critic.export_weights(version=1).get(), version=1)
+    values = critic.compute_values(data).get().batch["values"]
+    torch.testing.assert_close(copy.compute_values(data).get().batch["values"], values, atol=1e-5, rtol=0)
+    assert (values - before).abs().max() > 0.01
+
+    critic.save_checkpoint(str(tmp_path / "critic/checkpoint"))
+    export(tmp_path / "critic", tmp_path / "exported")
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported")
+    ids = data.batch["input_ids"][0][data.batch["attention_mask"][0].bool()]
+    length = int(data.batch["response_mask"][0].sum())
+    expected = model(input_ids=ids[None]).logits[0, -length - 1 : -1, 0]
+    torch.testing.assert_close(values[0, :length], expected, atol=2e-5, rtol=0)
+
+
+def trained_on_rank(rank: int, port: int, path: str, folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What the `actor` above does, as one of two ranks; its adapter, and its half of the reference's log-probs."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    torch.set_num_threads(1)
+    worker = ActorWorker(policy(path, micro=1))
+    worker.init_model()
+    for seed in (0, 1):
+        reference = worker.compute_ref_log_prob(half(rank)).batch["ref_log_prob"]
+        worker.update_actor(half(rank, seed))
+    worker.save_hf(folder)
+    found = parameters_of(worker), reference
+    dist.destroy_process_group()
+    return found
+
+
+def half(rank: int, seed: int = 0) -> DataProto:
+    return make_batch(seed=seed).select_idxs(list(range(4 * rank, 4 * rank + 4)))
+
+
+def test_two_ranks_train_the_adapter_that_one_rank_trains(path: str, tmp_path: Path):
+    one = local_group(ActorWorker, policy(path))
+    for seed in (0, 1):
+        one.update_actor(make_batch(seed=seed)).get()
+    one.save_hf(str(tmp_path / "one"))
+    holder, port = reserve_port()
+    with holder, ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        arguments = [port] * 2, [path] * 2, [str(tmp_path / "two")] * 2
+        (adapter, first), (_, second) = pool.map(trained_on_rank, range(2), *arguments, timeout=240)
+    for name, value in parameters_of(one.workers[0]).items():
+        torch.testing.assert_close(adapter[name], value, atol=1e-5, rtol=1e-4)
+    expected = one.compute_ref_log_prob(make_batch()).get().batch["ref_log_prob"]
+    torch.testing.assert_close(torch.cat([first, second]), expected, atol=1e-5, rtol=0)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert all((files[0][name] - value).abs().max() < 1e-4 for name, value in files[1].items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("q_proj", "w_proj"), r"LlamaForCausalLM has no layer w_proj; give some of down_proj, gate_proj, k_proj"),
+        (("w_proj",), r"Target modules \{'w_proj'\} not found in the base model.*give some of down_proj, gate_proj"),
+        (r".*\.x_proj", r"Target modules .*x_proj not found in the base model.*or all-linear"),
+        (("q_proj", "lm_head"), r"lm_head cannot have an adapter, only decoder layers can; give some of down_proj"),
+        (("self_attn",), r"(.|\n)*LlamaAttention(.|\n)*Linear layers get adapters: give some of down_proj"),
+    ],
+)
+def test_targets_that_match_nothing_or_no_decoder_layer_are_refused(path: str, targets: Any, message: str):
+    with pytest.raises(ValueError, match=rf"^actor_rollout_ref.model.target_modules=.*{message}"):
+        ModelSize.of(policy(path, target_modules=targets).model, "actor_rollout_ref.model", AutoModelForCausalLM)
+
+
+def test_adapters_do_not_travel_where_they_could_not_be_checked(path: str):
+    config = policy(path).model_dump()
+    config["rollout"]["tensor_model_parallel_size"] = 2
+    with pytest.raises(ValueError, match=r"lora_rank=3 with rollout.tensor_model_parallel_size=2"):
+        type(policy(path)).model_validate(config)

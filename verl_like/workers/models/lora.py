@@ -1,0 +1,107 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) by peft: a frozen matrix W becomes W + alpha / rank * B A.
+
+peft is imported where an adapter is made: models without one do not wait for it.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of that name is trained, and not of the frozen model."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The adapter's parameters, or all where there is no adapter; tied ones once."""
+    parameters = list(model.named_parameters())
+    return [each for each in parameters if is_adapter(each[0])] or parameters
+
+
+def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
+    """peft's settings of the adapter. A head that is not a language model's is trained whole."""
+    from peft import LoraConfig
+
+    targets = config.target_modules
+    return LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=None if hf.can_generate() else ["score"],
+        base_model_name_or_path=os.path.expanduser(config.path),
+    )
+
+
+def add_adapter(hf: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, key: str) -> None:
+    """Where `config` asks for an adapter, freezes the model and adds one: B is zero, torch's generator draws A.
+
+    Raises ValueError for targets that match nothing, or something outside of the decoder `layers`; `key` is the
+    configuration key of the model.
+    """
+    if not isinstance(config, TrainedModelConfig) or not config.lora_rank:
+        return
+    from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    targets = config.target_modules
+    within = {module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
+    possible = {name.rpartition(".")[2] for name, module in hf.named_modules() if module in within}
+    what = f"{key}.target_modules={targets}"
+    advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
+    try:
+        inject_adapter_in_model(lora_config(hf, config), hf)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
+    adapted = {name: module for name, module in hf.named_modules() if isinstance(module, BaseTunerLayer)}
+    names = [] if isinstance(targets, str) else targets
+    if unused := [name for name in names if not any(f".{each}".endswith(f".{name}") for each in adapted)]:
+        raise ValueError(f"{what}: {type(hf).__name__} has no layer {', '.join(unused)}; {advice}")
+    if outside := [name for name, module in adapted.items() if module.get_base_layer() not in within]:
+        raise ValueError(f"{what}: {', '.join(outside)} cannot have an adapter, only decoder layers can; {advice}")
+
+
+@contextmanager
+def without_adapter(hf: nn.Module) -> Iterator[None]:
+    """Within it the model computes as the frozen one."""
+    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "lora_A")]
+    trained = {parameter: parameter.requires_grad for layer in layers for parameter in layer.parameters()}
+    for enabled in (False, True):
+        for layer in layers:
+            layer.enable_adapters(enabled)
+        for parameter, requires_grad in trained.items():  # which peft changes, and FSDP2 must not see
+            parameter.requires_grad_(requires_grad)
+        if not enabled:
+            yield
+
+
+def with_scale(
+    parameters: Iterable[tuple[str, torch.Tensor]], config: TrainedModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters as engines and copies hold them: B with the factor alpha / rank. Without gradients."""
+    for name, parameter in parameters:
+        is_b = ".lora_B." in name
+        yield name, parameter.detach() * (config.lora_alpha / config.lora_rank) if is_b else parameter
+
+
+def merge(
+    model_class: Any, config: PretrainedConfig, settings: Any, adapter: Mapping[str, torch.Tensor]
+) -> PreTrainedModel:
+    """The model that `settings` (peft's) names, with the adapter's values in its own matrices, in float32."""
+    from peft import LoraModel
+
+    hf = model_class.from_pretrained(settings.base_model_name_or_path, config=config, dtype=torch.float32)
+    tuner: Any = LoraModel(hf, settings, "default")
+    parameters = dict(trained_parameters(hf))
+    assert parameters.keys() == adapter.keys(), "an adapter of other settings"
+    with torch.no_grad():
+        for name, value in adapter.items():
+            parameters[name].copy_(value)
+    return tuner.merge_and_unload()
