@@ -97,6 +97,26 @@ def run_with_update_when_one_ended(
     return completions | dict(each for ended in engine.stream() for each in ended)
 
 
+def run_beside_one_without_adapter(engine: RolloutEngine, request: GenerationRequest) -> tuple[set[str], Any, Any]:
+    """A request, as the engine gives it to vLLM, beside the same one without an adapter.
+
+    Returns the adapters of the requests in vLLM before, and what the second one gave beside the first one, and alone.
+    """
+    engine.submit([request, replace(request, name="other")])
+    llm = engine.llm.llm_engine
+    adapters = {state.lora_name for state in llm.output_processor.request_states.values()}
+    engine.abort(["other"])
+    _, *parts = engine._vllm_request(request)
+    without = []
+    for name in ("beside", "alone"):
+        llm.reset_prefix_cache()
+        llm.add_request(name, *parts[:2])
+        while llm.has_unfinished_requests():
+            without += [each.outputs[0] for each in llm.step() if each.finished and each.request_id == name]
+    engine.abort([request.name])
+    return adapters, *((list(each.token_ids), each.logprobs.logprobs) for each in without)
+
+
 def engine_process(engine: RolloutEngine) -> int:
     """The id of the process that computes for this one."""
     (process,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes

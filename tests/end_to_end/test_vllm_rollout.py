@@ -38,10 +38,11 @@ class RolloutProcess:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
+        adapter = settings.pop("adapter", {})
         config = RolloutConfig(**settings)
         self.engine = get_rollout_engine(config.name)(
             config,
-            TrainedModelConfig(path=path),
+            TrainedModelConfig(path=path, **adapter),
             rank=rank,
             world_size=world_size,
             seed=5,
