@@ -15,6 +15,8 @@ from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger
 
 TIMEOUT_S, IN_FLIGHT, TICKETS = 60, 4, 16
+STALENESS = 10_000
+"""So large that the ledger never holds the maker back."""
 state: dict[str, Any] = {}
 
 
@@ -33,7 +35,7 @@ class Trainer:
     def __init__(self, ledger: Any) -> None:
         calls: Any = Calls(ledger)
         self.ledger, self.version = calls, 0
-        self.buffer = ExperienceBuffer(calls, trainer=0, limit=2 * BATCH)
+        self.buffer = ExperienceBuffer(calls, trainer=0, limit=(STALENESS + 1) * BATCH)
 
     @ray.method(concurrency_group="extend")
     def extend(self, tickets: list[Any], batch: DataProto) -> int:
@@ -52,8 +54,7 @@ class Trainer:
 def start() -> dict[str, Any]:
     torch.set_num_threads(1)
     dispatch_ray.init(num_cpus=4, store_mib=1024)
-    # The staleness is so large that the ledger never holds the maker back.
-    ledger = ray.remote(num_cpus=0)(PromptLedger).remote(10_000, BATCH, DetachedBlock(max_staleness=10_000))
+    ledger = ray.remote(num_cpus=0)(PromptLedger).remote(10_000, BATCH, DetachedBlock(max_staleness=STALENESS))
     state["trainer"] = Trainer.remote(ledger)
     state["ledger"] = Calls(ledger)
     return {}
