@@ -2,10 +2,11 @@
 
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
-from verl_like.protocol import DataProto, Future
+from verl_like.protocol import DataProto, Future, Metric
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.scoring import ModelScores, reward_columns, reward_means, total_scores
@@ -74,6 +75,19 @@ def test_each_reward_model_has_a_column_and_a_weight_of_its_own():
     means = {name: metric.value for name, metric in reward_means(batch, columns).items()}
     assert means == {"reward/rm_scores/mean": 3.0, "reward/rm_scores/safety/mean": 30.0, "reward/politeness/mean": 0.0}
     assert reward_means(batch, {"rm_scores": 2.0}) == {}, "it is critic/score/mean"
+
+
+def test_the_numbers_beside_a_rules_score_are_means_over_the_samples_that_were_scored_and_have_them():
+    nan = float("nan")
+    batch = DataProto.from_dict(
+        {"response_mask": torch.tensor([[1, 0], [1, 1], [1, 0], [0, 0]]), "rule_scores": torch.zeros(4, 2)},
+        {
+            "reward_extra/acc": np.array([1.0, nan, 0.25, 8.0]),
+            "reward_extra/text": np.array(list("abcd"), dtype=object),
+        },
+    )
+    means = reward_means(batch, {"rule_scores": 1.0})
+    assert means == {"reward/acc/mean": Metric.mean(0.625, weight=2)}  # the last sample was skipped
 
 
 def test_without_a_rule_a_reward_model_or_a_role_that_rewards_there_is_no_reward():

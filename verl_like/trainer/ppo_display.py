@@ -43,6 +43,7 @@ PPO_DISPLAY = Display(
     charts=(
         ("Validation", ("val-core/",), "score"),
         ("Reward", ("critic/score/mean", "critic/rewards/mean"), "mean per sample"),
+        ("Rewards by name", ("reward/rule_scores/", "reward/rm_scores/", "reward/acc/"), "mean per sample"),
         ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "nats per token"),
         ("Response length", ("response_length/mean", "response_length/max"), "tokens"),
         ("Entropy", ("actor/entropy",), "nats per token"),

@@ -71,11 +71,14 @@ class ModelScores:
 
 
 def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
-    """The mean of each reward before its weight, over the samples that were scored; nothing where there is only one."""
+    """The mean over the samples that were scored: of each reward before its weight, where there are several, and of
+    each number that the reward function returned beside the score."""
     names = reward_columns if len(reward_columns) > 1 else ()
     is_scored_B = batch.batch["response_mask"].any(-1)
-    scores = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
-    return {f"reward/{name}/mean": Metric.mean(float(of.mean()), weight=len(of)) for name, of in scores.items()}
+    values = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
+    for name, numbers in extra_numbers(batch).items():
+        values[name] = torch.from_numpy(numbers)[is_scored_B & ~torch.from_numpy(numbers).isnan()]
+    return {f"reward/{name}/mean": Metric.mean(float(of.mean()), weight=len(of)) for name, of in values.items()}
 
 
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
