@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from verl_like.data.prompt_dataset import PromptDataset
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pairs")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
+    transformers.logging.disable_progress_bar()
     folder = str(Path(__file__).parent / "config")
     config = load_ppo_config([*SAMPLING, *arguments.overrides], "ppo", folder)
     engine, tokenizer = start_engine(config), load_tokenizer(config.actor_rollout_ref.model)
