@@ -1,4 +1,4 @@
-"""Runs what proves and takes long, the tests marked `proof`, one after the other: `make proofs`.
+"""Runs what proves and takes long, the tests marked `proof`, in two processes: `make proofs`.
 
 Prints one line a proof and writes them to docs/proofs.md. A test tells what it measured by
 `record_property("result", ...)`.
@@ -6,6 +6,7 @@ Prints one line a proof and writes them to docs/proofs.md. A test tells what it 
 
 import subprocess
 import sys
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
@@ -19,30 +20,29 @@ class Report:
 
     def __init__(self) -> None:
         self.rows: list[str] = []
-        self.seconds = 0.0
+        self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds += report.duration
+        self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
             what = report.nodeid.split("::", 1)[1].removeprefix("test_").replace("_", " ")
             result = dict(report.user_properties).get("result", "holds")
             if report.outcome != "passed":
                 result = f"{report.outcome}: {report.longreprtext.strip().splitlines()[-1]}"
-            self.rows.append(f"| {what} | {result} | {self.seconds:.0f} s |".replace("\n", " "))
-            print(f"\n{self.seconds:5.0f} s  {what}: {result}", flush=True)
-            self.seconds = 0.0
+            seconds = self.seconds[report.nodeid]
+            self.rows.append(f"| {what} | {result} | {seconds:.0f} s |".replace("\n", " "))
+            print(f"\n{seconds:5.0f} s  {what}: {result}", flush=True)
 
 
 def main() -> int:
     report = Report()
-    code = pytest.main(
-        ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=5000", str(ROOT / "tests")], plugins=[report]
-    )
+    options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=5000", "-n", "2", "--dist", "loadfile"]
+    code = pytest.main([*options, str(ROOT / "tests")], plugins=[report])
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
     head = f"# Proofs\n\nWhat proves and takes long, as `make proofs` ran it on {date.today()}, commit {commit}.\n\n"
-    table = "\n".join(["| what | result | took |", "|---|---|---|", *report.rows])
+    table = "\n".join(["| what | result | took |", "|---|---|---|", *sorted(report.rows)])
     (ROOT / "docs" / "proofs.md").write_text(f"{head}{table}\n")
     return code
 

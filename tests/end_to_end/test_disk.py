@@ -17,7 +17,8 @@ from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer import checkpoint, run
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised import run_sft
+from verl_like.trainer.supervised import run_supervised
+from verl_like.trainer.supervised.config import SFTConfig
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 
@@ -64,9 +65,9 @@ def train(
     monkeypatch.setattr(run, "start_ray", lambda *_: None)
 
     def run_here(at_step: Callable[[Path], None] | None = None, folder: Path = tmp_path) -> tuple[int, str]:
-        def fit(inputs: run_sft.SFTInputs, recorder: RunRecorder) -> None:
+        def fit(inputs: run_supervised.SupervisedInputs, recorder: RunRecorder) -> None:
             config = inputs.config
-            worker = RayClassWithInitArgs(SFTWorker, config.model, config.training, 6, config.num_steps_of_run)
+            worker = RayClassWithInitArgs(SFTWorker, *run_supervised.worker_arguments(config))
             group = LocalWorkerGroup(worker, role="model")
             trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
             trainer.init_workers()
@@ -81,7 +82,7 @@ def train(
             trainer.fit()
 
         config = config_in(folder, model_path, "trainer.max_ckpt_to_keep=1")
-        code = run.run(config, run_sft.check_inputs, fit, run_sft.DISPLAY)
+        code = run.run(config, run_supervised.check_inputs, fit, run_supervised.KINDS[SFTConfig].display)
         return code, capfd.readouterr().err
 
     return run_here

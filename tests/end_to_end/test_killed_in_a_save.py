@@ -14,7 +14,7 @@ from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised import run_sft
+from verl_like.trainer.supervised import run_supervised
 from verl_like.trainer.supervised.config import SFTConfig
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
@@ -26,9 +26,9 @@ OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsyn
 
 def trainer_of(config: SFTConfig) -> SupervisedTrainer:
     """A trainer whose worker is in this process, of a new run or of the one that goes on."""
-    inputs = run_sft.check_inputs(config, None)
-    worker = RayClassWithInitArgs(SFTWorker, config.model, config.training, 6, config.num_steps_of_run)
-    recorder = RunRecorder(config, run_sft.DISPLAY, find_run(config)[0])
+    inputs = run_supervised.check_inputs(config, None)
+    worker = RayClassWithInitArgs(SFTWorker, *run_supervised.worker_arguments(config))
+    recorder = RunRecorder(config, run_supervised.KINDS[SFTConfig].display, find_run(config)[0])
     group = LocalWorkerGroup(worker, role="model")
     trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
     trainer.init_workers()
