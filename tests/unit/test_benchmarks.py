@@ -1,10 +1,13 @@
 """The benchmarks' own code, as far as it runs without the peers."""
 
 import ast
+import json
+from statistics import median
 
 import pytest
 
 from benchmarks.harness import ROOT
+from benchmarks.sides import examples_world
 from benchmarks.sides.grpo_world import lengths_of_step
 from benchmarks.table import BEGIN, END, with_results
 
@@ -65,3 +68,16 @@ def test_forced_lengths_are_first_full_and_then_long_tailed_in_another_order_eac
     first, second = (lengths_of_step(step) for step in (6, 7))
     assert max(first) == 128 and sum(first) / 64 == pytest.approx(32, abs=0.5)
     assert first != second and sorted(first) == sorted(second)
+
+
+def test_pairs_to_train_on_have_log_normal_lengths_and_fit_the_model(tmp_path):
+    examples_world.write_rows(tmp_path / "pairs.jsonl", "dpo", 400)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    lengths = {
+        side: [len(row[side][0]["content"].split()) for row in rows] for side in ("prompt", "chosen", "rejected")
+    }
+    assert median(lengths["prompt"]) == pytest.approx(64, rel=0.1)
+    assert median(lengths["chosen"] + lengths["rejected"]) == pytest.approx(128, rel=0.1)
+    assert max(lengths["chosen"]) > 4 * 128
+    longest = max(p + max(c, r) for p, c, r in zip(*lengths.values(), strict=True))
+    assert longest + 2 <= examples_world.LONGEST  # <turn> and <end>
