@@ -90,7 +90,8 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
     model, length = tiny_llama(), 160
-    settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "trainer.save_freq=1", "plugins=[keeping_maker]"]
+    settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "plugins=[keeping_maker]"]
+    settings += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"]
     settings += TENSOR_PARALLEL
     settings += [f"data.max_response_length={length}", "actor_rollout_ref.rollout.ignore_eos=true"]
     steps = train(tmp_path, lambda: model, *settings, "actor_rollout_ref.rollout.dtype=float32")

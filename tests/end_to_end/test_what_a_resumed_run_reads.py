@@ -11,6 +11,7 @@ from runs import tiny_run_settings
 from test_which_run_is_resumed import run_until
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
+from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.resume import _FREE_KEYS, _values, differing_keys, find_run, fingerprints_of
 
 
@@ -139,6 +140,7 @@ def test_a_run_whose_settings_cannot_be_read_is_noted_or_refused(name: str, text
 
 def test_every_key_that_may_change_is_a_key(config_with: Callable):
     keys = [key for key, _ in _values(config_with().model_dump(mode="json"))]
+    keys += [f"detached.{name}" for name in DetachedBlock.model_fields]
     assert [free for free in _FREE_KEYS if not any(fnmatchcase(key, free) for key in keys)] == []
     fixed = {key for key in keys if not any(fnmatchcase(key, free) for free in _FREE_KEYS)}
     assert {"trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "algorithm.gamma"} <= fixed

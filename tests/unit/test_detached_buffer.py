@@ -14,7 +14,7 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
-from verl_like.trainer.detached.run_detached import DetachedRun
+from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import SideRecorder
 
 N = 3  # samples of a prompt
@@ -270,9 +270,9 @@ def test_a_wait_that_lasts_is_reported_until_now_and_again_when_it_has_ended():
 
 
 def test_the_idle_shares_of_a_step_are_of_its_own_time_also_where_a_report_tells_of_several_steps():
-    run = object.__new__(DetachedRun)
+    record = object.__new__(DetachedRecord)
     # The maker waits over the end of the first step, and in a wait that lasts beyond the second.
-    run.waits = {"maker_0": {99.0: 101.0, 102.0: 103.0, 109.0: 111.0, 113.0: 120.0}, "trainer_0": {90.0: 95.0}}
-    assert run.idle_shares(110.0, 10.0) == {"detached/idle/maker_0": 0.3, "detached/idle/trainer_0": 0.0}
-    assert run.idle_shares(114.0, 4.0) == {"detached/idle/maker_0": 0.5, "detached/idle/trainer_0": 0.0}
-    assert run.waits == {"maker_0": {109.0: 111.0, 113.0: 120.0}, "trainer_0": {}}, "older ones are forgotten"
+    record.waits = {"maker_0": {99.0: 101.0, 102.0: 103.0, 109.0: 111.0, 113.0: 120.0}, "trainer_0": {90.0: 95.0}}
+    assert record.idle_shares(110.0, 10.0) == {"detached/idle/maker_0": 0.3, "detached/idle/trainer_0": 0.0}
+    assert record.idle_shares(114.0, 4.0) == {"detached/idle/maker_0": 0.5, "detached/idle/trainer_0": 0.0}
+    assert record.waits == {"maker_0": {109.0: 111.0, 113.0: 120.0}, "trainer_0": {}}, "older ones are forgotten"

@@ -371,8 +371,11 @@ def test_a_sample_that_times_out_leaves_no_program_that_its_function_started(rew
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=2.0, on_error="skip")
     assert manager.submit([sample(f"start {file}")]).get().num_timeouts == 1
     manager.close()
-    status = Path(f"/proc/{file.read_text()}/stat")  # of a killed one, until its new parent has seen it: Z
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    status, deadline = Path(f"/proc/{file.read_text()}/stat"), time.monotonic() + 30
+    # It was killed, and ends when it is next given a core; until its new parent has seen it, it is a Z.
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_killed_driver_leaves_no_worker_behind(reward_file: str, tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
     methods = {role: set(registered_methods(role)) - set(registered_methods(Worker)) for role in POLICY_ROLES}
     assert methods == {
         ActorWorker: {
-            *("init_model", "compute_log_prob", "update_actor", "export_weights", "send_weights"),
-            *("save_checkpoint", "save_result", "load_checkpoint", "save_hf"),
+            *("init_model", "compute_log_prob", "compute_ref_log_prob", "update_actor", "export_weights"),
+            *("send_weights", "save_checkpoint", "save_result", "load_checkpoint", "save_hf"),
         },
         ReferenceWorker: {"init_model", "compute_ref_log_prob"},
         RolloutWorker: {
