@@ -131,9 +131,7 @@ def test_the_nearest_key_is_suggested(override: str, suggestion: str):
     assert refusal(override).endswith(f"did you mean {suggestion}?")
 
 
-@pytest.mark.parametrize(
-    "key", ["actor_rollout_ref.model.use_remove_padding", "critic.shuffle"]
-)
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.use_remove_padding", "critic.tis_imp_ratio_cap"])
 def test_a_key_unlike_any_other_gets_no_suggestion(key: str):
     assert refusal(f"{key}=true") == f"{key}: there is no such key; docs/config.md lists all keys"
 
