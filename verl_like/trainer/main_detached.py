@@ -1,7 +1,6 @@
 """Trains with makers and trainers apart: `python -m verl_like.trainer.main_detached key=value ...`.
 
-The configuration is that of main_ppo with the block `detached`. It is checked before torch, Ray or vLLM are imported; a
-wrong one ends with exit code 2 and the reason.
+The configuration is main_ppo's with a block `detached`; a wrong one ends with exit code 2 before torch is imported.
 """
 
 import sys
