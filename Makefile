@@ -17,9 +17,9 @@ test: lint
 gpu-lock-check: env
 	@.venv/bin/python scripts/gpu_lock.py
 
-# What proves and takes long, up to 80 minutes; writes docs/proofs.md.
+# What proves and takes long, up to 80 minutes; writes docs/proofs.md. CHOSEN="-k resume" runs a part.
 proofs: env
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
 
 # Up to an hour; writes docs/mutants.md. The tools are laid over the environment, which stays as it is.
 mutants: env build/mutation_tools

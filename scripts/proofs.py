@@ -1,6 +1,7 @@
 """Runs what proves and takes long, the tests marked `proof`, in two processes: `make proofs`.
 
-Prints one line a proof and writes them to docs/proofs.md. A test tells what it measured by
+Prints one line a proof and writes them to docs/proofs.md. `make proofs CHOSEN="-k resume"` runs those that these arguments
+of pytest choose and leaves the rows of the others as they are. A test tells what it measured by
 `record_property("result", ...)`.
 """
 
@@ -13,13 +14,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "proofs.md"
 
 
 class Report:
     """A pytest plugin: a line for each proof as soon as it has run."""
 
-    def __init__(self) -> None:
-        self.rows: list[str] = []
+    def __init__(self, commit: str) -> None:
+        self.commit = commit
+        self.rows: dict[str, str] = {}
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -30,20 +33,23 @@ class Report:
             if report.outcome != "passed":
                 result = f"{report.outcome}: {report.longreprtext.strip().splitlines()[-1]}"
             seconds = self.seconds[report.nodeid]
-            self.rows.append(f"| {what} | {result} | {seconds:.0f} s |".replace("\n", " "))
+            self.rows[what] = f"| {what} | {result} | {seconds:.0f} s | {self.commit} |".replace("\n", " ")
             print(f"\n{seconds:5.0f} s  {what}: {result}", flush=True)
 
 
 def main() -> int:
-    report = Report()
-    options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=5000", "-n", "2", "--dist", "loadfile"]
-    code = pytest.main([*options, str(ROOT / "tests")], plugins=[report])
+    chosen = sys.argv[1:]
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
-    head = f"# Proofs\n\nWhat proves and takes long, as `make proofs` ran it on {date.today()}, commit {commit}.\n\n"
-    table = "\n".join(["| what | result | took |", "|---|---|---|", *sorted(report.rows)])
-    (ROOT / "docs" / "proofs.md").write_text(f"{head}{table}\n")
+    report = Report(commit)
+    options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=5000", "-n", "2", "--dist", "loadfile"]
+    code = pytest.main([*options, *(chosen or [str(ROOT / "tests")])], plugins=[report])
+    earlier = [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:] if chosen else []
+    rows = {row.removeprefix("| ").split(" | ")[0]: row for row in earlier} | report.rows
+    head = f"# Proofs\n\nWhat proves and takes long, as `make proofs` ran it, each on its commit. Last run: {date.today()}.\n\n"
+    table = "\n".join(["| what | result | took | commit |", "|---|---|---|---|", *sorted(rows.values())])
+    PAGE.write_text(f"{head}{table}\n")
     return code
 
 
