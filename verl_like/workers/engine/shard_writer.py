@@ -50,8 +50,8 @@ class ShardWriter:
         """
         if not self.buffers:
             self._allocate(state)
-        for name, buffer in self.buffers.items():
-            buffer.copy_(_shard(state[name]), non_blocking=True)
+        shards = [_shard(state[name]) for name in self.buffers]
+        torch._foreach_copy_(list(self.buffers.values()), shards, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.writing = self.thread.submit(self._write, folder, write_others)
