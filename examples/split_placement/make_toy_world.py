@@ -165,7 +165,7 @@ def exact_match(path: Path, problems: list[Problem]) -> float:
 
 
 def warm_up(folder: Path, settings: Settings) -> None:
-    """Fine-tunes the model in `folder` on the answers beside it, with `main_sft`."""
+    """Fine-tunes the model in `folder` on the answers beside it, with `main_sft`, of which only errors are shown."""
     config = ["--config-dir", str(Path(__file__).parent / "config"), "--config-name", "warm_up"]
     with tempfile.TemporaryDirectory() as runs:
         overrides = [
@@ -177,7 +177,8 @@ def warm_up(folder: Path, settings: Settings) -> None:
             f"trainer.seed={settings.seed}",
             f"trainer.default_local_dir={runs}",
         ]
-        subprocess.run([sys.executable, "-m", "verl_like.trainer.main_sft", *config, *overrides], check=True)
+        command = [sys.executable, "-m", "verl_like.trainer.main_sft", *config, *overrides]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (trained,) = Path(runs, "latest").glob("*/model/huggingface/model.safetensors")
         shutil.copy(trained, folder / "model")
 

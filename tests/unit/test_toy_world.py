@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -160,17 +161,27 @@ def test_the_model_is_a_llama_that_loads_and_stops_at_the_end_of_sentence(world:
 @pytest.mark.proof
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_the_warm_up_learns_what_the_answers_say_and_is_the_same_again(tmp_path: Path) -> None:
+def test_the_warm_up_learns_what_the_answers_say_and_is_the_same_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     # Answers to five sums, in both orders, from which no carry is left out.
     settings = dataclasses.replace(
         SMALL, num_held_out=4090, forgotten_carries=0.0, num_answers=80, warm_up_epochs=15, learning_rate=1e-2
     )
     first, second = (toy.make_toy_world(tmp_path / name, settings) for name in ("first", "second"))
+    assert len(capfd.readouterr().out.splitlines()) == 2 * 3  # what it does, and two lines of what it reached
     train, _ = toy.split_problems(4090, SMALL.seed)
     assert first["exact_match_before_warm_up"] == 0 and toy.exact_match(tmp_path / "first/model", train) == 1
     assert first == second
     for file in ("world.json", "answers.parquet", "model/model.safetensors", "model/tokenizer.json"):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
+
+
+def test_of_the_warm_up_only_an_error_is_shown(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        toy.warm_up(world, dataclasses.replace(SMALL, warm_up_batch_size=5))
+    printed = capfd.readouterr()
+    assert "data.train_batch_size=5 does not divide by 2" in printed.err and not printed.out
 
 
 def test_another_seed_gives_other_files(world: Path, tmp_path: Path) -> None:
