@@ -17,10 +17,12 @@ from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SupervisedConfig, broken_supervised_rules
 from verl_like.trainer.supervised.run_supervised import KINDS, SupervisedInputs, check_inputs, worker_arguments
+from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.reward_model import RewardModelWorker
 
 PAIRS = [
@@ -64,6 +66,13 @@ def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(load:
         assert mask.tolist() == [[0] * 9 + [1, 1, 1], [0] * 9 + [1, 1, 0]]
         assert batch["position_ids"][0, 13:].tolist() == [*range(12), 11]
     assert dataset.longest == 13 and dataset.last_tokens == {1}
+
+
+def test_the_work_of_a_pair_is_that_of_two_sequences(load: Callable):
+    pair = load({"prompt": "ab", "chosen": "cd", "rejected": "e"}).collate([0])
+    cost = ModelCost(per_token=10.0, per_scored_token=100.0, per_pair=((1.0, None), (1000.0, 2)))
+    # 7 and 6 tokens, of which 3 and 2 are learned; 28 and 21 token pairs, within a window of 2 13 and 11.
+    assert RowWork.of(pair, cost, balance=True).flops_B.tolist() == [130 + 500 + 28 + 21 + 13_000 + 11_000]
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,17 @@ class Summing(Worker):
         return len(batch)
 
 
+def columns(attended: torch.Tensor, scored: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows that begin at their first column."""
+    positions = torch.arange(attended.size(1)).expand(attended.shape)
+    return {"attention_mask": attended.long(), "position_ids": positions, "response_mask": scored.long()}
+
+
 @pytest.fixture
 def batch() -> DataProto:
     tokens = torch.tensor(LENGTHS)
     mask = torch.arange(8) < tokens[:, None]
-    return DataProto.from_dict(
-        tensors={"tokens": tokens, "attention_mask": mask.long(), "response_mask": mask[:, 4:].long()}
-    )
+    return DataProto.from_dict(tensors={"tokens": tokens} | columns(mask, mask[:, 4:]))
 
 
 @pytest.fixture
@@ -89,7 +93,7 @@ def test_the_imbalance_is_that_of_each_mini_batch():
     # rank has 8, 6 and 5 tokens; even ranks would have (8 + 1) / 2, (6 + 2) / 2 and (3 + 5) / 2.
     tokens = torch.tensor([8, 1, 2, 6, 3, 5])
     mask = torch.arange(8) < tokens[:, None]
-    batch = DataProto.from_dict(tensors={"attention_mask": mask.long(), "response_mask": torch.zeros(6, 4).long()})
+    batch = DataProto.from_dict(tensors=columns(mask, torch.zeros(6, 4)))
     cost = ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=())
     metrics = RowWork.of(batch, cost, balance=False).metrics(
         LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, num_mini_batch_rows=2

@@ -26,8 +26,7 @@ def test_every_pass_reports_its_speed(actor):
     assert infer["perf/tokens_per_s/actor_infer"] > 0
     # FLOPs are 3 passes of 2 epochs; tokens count once.
     cost = actor.workers[0].engine.cost
-    lengths, scored = data.batch["attention_mask"].sum(-1), data.batch["response_mask"].sum(-1)
-    flops_per_token = 6 * cost.forward(lengths, scored).sum() / lengths.sum().item()
+    flops_per_token = 6 * cost.forward(data.batch).sum().item() / data.batch["attention_mask"].sum().item()
     ratio = train["perf/mfu/actor"] / train["perf/tokens_per_s/actor"]
     assert ratio == pytest.approx(flops_per_token / peak_flops("cpu", "float32"), rel=1e-6)
 

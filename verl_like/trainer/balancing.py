@@ -24,8 +24,7 @@ class RowWork:
 
     @classmethod
     def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
-        tokens_B, scored_B = (batch.batch[name].sum(-1).numpy() for name in ("attention_mask", "response_mask"))
-        return cls(tokens_B, cost.forward(tokens_B, scored_B), balance)
+        return cls(batch.batch["attention_mask"].sum(-1).numpy(), cost.forward(batch.tensors()).numpy(), balance)
 
     def submit(
         self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None, *beside: Ordered

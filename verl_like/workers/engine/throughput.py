@@ -38,12 +38,11 @@ class Stopwatch:
 
     def count(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Adds rows to those of the pass."""
-        lengths_B = rows["attention_mask"].sum(-1)
+        tokens_B, flops_B = rows["attention_mask"].sum(-1), self.engine.cost.forward(rows)
         if PAD_COLUMN in rows:
-            lengths_B = lengths_B.masked_fill(rows[PAD_COLUMN], 0)
-        scored_B = rows["response_mask"].sum(-1).cpu().numpy()
-        self.tokens += int(lengths_B.sum())
-        self.flops += self.passes * float(self.engine.cost.forward(lengths_B.cpu().numpy(), scored_B).sum())
+            tokens_B, flops_B = tokens_B[~rows[PAD_COLUMN]], flops_B[~rows[PAD_COLUMN]]
+        self.tokens += int(tokens_B.sum())
+        self.flops += self.passes * float(flops_B.sum())
 
     def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
         """`perf/tokens_per_s/<phase>`: sum of ranks, mean of `num_parts`; `perf/mfu/<phase>` over ranks and time."""

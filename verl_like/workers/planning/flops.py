@@ -1,14 +1,13 @@
 """What a model's forward pass costs in floating-point operations, for balancing work and for MFU."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-# Legend: S sequences. One multiplication and one addition are two FLOPs; only matrix products count.
+# Legend: B rows, T tokens and padding. One multiplication and one addition are two FLOPs; only matrix products count.
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,16 @@ class ModelCost:
         per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
         return cls(2.0 * sum(used), per_scored_token, tuple((pair * n, w) for w, n in windows.items()))
 
-    def forward(self, lengths: Sequence[int] | np.ndarray, num_scored: Sequence[int] | np.ndarray) -> np.ndarray:
-        """FLOPs of one forward pass over each sequence, (S,) float64, of `lengths` (S,) tokens.
+    def forward(self, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """FLOPs of one forward pass over each row of `SEQUENCE_COLUMNS`, (B,) float64 on the rows' device.
 
-        Attention is causal: a token attends to itself and to those before, within the window. The head reads
-        `num_scored` (S,) of the tokens.
+        Attention is causal: a token attends to itself and to those before, within the window, in its own sequence,
+        which begins at position 0. A row may be several, as a pair is. The head reads the tokens of `response_mask`.
         """
-        length_S = np.asarray(lengths, dtype=np.float64)
-        total_S = self.per_token * length_S + self.per_scored_token * np.asarray(num_scored, dtype=np.float64)
+        attended_BT = rows["attention_mask"].bool()
+        reach_BT = (rows["position_ids"] + 1) * attended_BT
+        total_B = self.per_token * attended_BT.sum(-1).double()
+        total_B += self.per_scored_token * rows["response_mask"].sum(-1).double()
         for flops, window in self.per_pair:
-            reach_S = length_S if window is None else np.minimum(length_S, window)
-            total_S = total_S + flops * (reach_S * (reach_S + 1) / 2 + (length_S - reach_S) * reach_S)
-        return total_S
+            total_B += flops * reach_BT.clamp(max=window or reach_BT.size(1)).sum(-1).double()
+        return total_B
