@@ -52,7 +52,9 @@ def load(model_path: str, tmp_path: Path) -> Callable[..., PreferenceDataset]:
     return build
 
 
-def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(load: Callable, model_path: str):
+def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(
+    load: Callable, model_path: str, tmp_path: Path
+):
     talk = messages(("user", "ab"), ("assistant", "c"), ("user", "d"))
     sides = {"chosen": [*talk, *messages(("assistant", "ef"))], "rejected": [*talk, *messages(("assistant", "g"))]}
     for row in (sides, {"prompt": talk, "chosen": "ef", "rejected": "g"}, {"prompt": talk, **sides}):
@@ -65,7 +67,8 @@ def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(load:
         mask = batch["response_mask"][0].reshape(2, 12)
         assert mask.tolist() == [[0] * 9 + [1, 1, 1], [0] * 9 + [1, 1, 0]]
         assert batch["position_ids"][0, 13:].tolist() == [*range(12), 11]
-    assert dataset.longest == 13 and dataset.last_tokens == {1}
+    place = f"{tmp_path / 'pairs.jsonl'}, row 0"
+    assert dataset.longest == (13, place) and dataset.largest == (13 + 12, place) and dataset.last_tokens == {1}
 
 
 def test_the_work_of_a_pair_is_that_of_two_sequences(load: Callable):
@@ -233,7 +236,7 @@ def test_a_padding_token_that_conversations_end_with_is_refused(model_path: str,
 
 def test_a_conversation_longer_than_the_model_reads_is_refused(model_path: str, tmp_path: Path):
     config = config_of(DPOConfig, model_path, tmp_path, "+model.override_config.max_position_embeddings=8")
-    with pytest.raises(ValueError, match=r"has 9 tokens, but the model .* has 8 positions"):
+    with pytest.raises(ValueError, match=r"row 1: the conversation has 9 tokens, but the model .* has 8 positions"):
         check_inputs(config, None)
 
 

@@ -34,7 +34,7 @@ class ConversationDataset:
 
     Attributes:
         num_dropped, num_truncated: rows that were too long.
-        longest: tokens of the longest conversation that is left.
+        longest, largest: tokens of the longest conversation, and of the row with the most, and where they are from.
         last_tokens: with which the conversations end.
 
     Raises:
@@ -56,7 +56,8 @@ class ConversationDataset:
     ) -> None:
         self.tokenizer, self.template_kwargs = tokenizer, apply_chat_template_kwargs or {}
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.num_dropped = self.num_truncated = self.longest = 0
+        self.num_dropped = self.num_truncated = 0
+        self.longest = self.largest = (0, "")
         self.last_tokens: set[int] = set()
         self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
         for place, record in read_records(files, max_samples):
@@ -74,7 +75,9 @@ class ConversationDataset:
                     continue
                 row = [(ids[:max_length], learned[:max_length]) for ids, learned in row]
             self.check(row, place, f" among its first {max_length} tokens" * (length > max_length))
-            self.longest = max(self.longest, min(length, max_length))
+            lengths = [len(ids) for ids, _ in row]
+            self.longest = max(self.longest, (max(lengths), place))
+            self.largest = max(self.largest, (sum(lengths), place))
             self.last_tokens |= {int(ids[-1]) for ids, _ in row}
             self._rows.append((row, columns))
         if not self._rows:

@@ -184,9 +184,9 @@ def check_models(config: PPOConfig) -> None:
                 f"{config.data.max_response_length} = {needed} tokens, but the model at {models[key].path} has "
                 f"{longest} positions; lower one of the two."
             )
-        pretrained.check_sequence_length(
-            hf_config, needed, f"{pretrained.model_setting(key, 'path')}={models[key].path}"
-        )
+        path = f"{pretrained.model_setting(key, 'path')}={models[key].path}"
+        advice = f"data.max_prompt_length + data.max_response_length = {needed}: lower one of the two"
+        pretrained.check_sequence_length(hf_config, needed, path, advice)
         if hf_config.vocab_size != policy.vocab_size and key != TEACHER_PATH:
             raise ValueError(
                 f"{key}.path={models[key].path} has {hf_config.vocab_size} token ids, the policy "

@@ -1,6 +1,7 @@
 """Training on examples for the run shell: what is its own of a run, and of each of its kinds."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, 
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
-from verl_like.workers.models.pretrained import empty_model, fetch_weights, load_tokenizer
+from verl_like.workers.models.pretrained import check_sequence_length, empty_model, fetch_weights, load_tokenizer
+from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.supervised import DPOWorker, RMWorker, SFTWorker, SupervisedWorker
 
 
@@ -100,13 +102,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     train = load(data.train_files, max_samples=data.train_max_samples)
     val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
     datasets = [train, val] if val else [train]
-    longest = max(one.longest for one in datasets)
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > positions:
-        raise ValueError(
-            f"a conversation has {longest} tokens, but the model at model.path={config.model.path} has {positions} "
-            f"positions: set data.max_length={positions} and data.overlong=drop or truncate, or take another model."
-        )
+    check_lengths(config, hf_config.get_text_config(), datasets)
     if isinstance(config, RMConfig):
         config = with_padding_token(config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets)))
     sampler = EpochSampler(len(train), data.train_batch_size, config.trainer.seed, data.shuffle)
@@ -117,6 +113,30 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     notes = [f"{len(train):,} training {dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"]
     notes += [f"{len(val):,} validation {dataset.what}s"] if val else []
     return SupervisedInputs(config, train, val, tuple(notes))
+
+
+def check_lengths(
+    config: SupervisedConfig, hf_config: PretrainedConfig, datasets: Sequence[ConversationDataset]
+) -> None:
+    """Raises ValueError for a conversation that the model does not read, and a row that is more than a pass."""
+    training, path, shorter = config.training, f"model.path={config.model.path}", "with data.overlong=drop or truncate"
+    longest, place = max(one.longest for one in datasets)
+    positions = getattr(hf_config, "max_position_embeddings", None) or longest
+    if longest > positions:
+        raise ValueError(
+            f"{place}: the conversation has {longest} tokens, but the model at {path} has {positions} positions: set "
+            f"data.max_length={positions} {shorter}, or take another model."
+        )
+    check_sequence_length(hf_config, longest, path, f"{place} has {longest}: lower data.max_length, {shorter}")
+    ranks = training.ulysses_sequence_parallel_size
+    require_shares_of_heads(hf_config, ranks, "training.ulysses_sequence_parallel_size")
+    tokens, place = max(one.largest for one in datasets)
+    room = training.max_token_len_per_gpu * ranks
+    if training.use_dynamic_bsz and tokens > room:
+        raise ValueError(
+            f"{place}: the {datasets[0].what} has {tokens} tokens, more than the {room} of a pass: raise "
+            f"training.max_token_len_per_gpu, or lower data.max_length, {shorter}."
+        )
 
 
 def with_padding_token(

@@ -156,12 +156,12 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     return hf_config
 
 
-def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) -> None:
+def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, advice: str) -> None:
     """Raises ValueError unless tokens are rotated alike (RoPE) in every sequence of up to `length` tokens.
 
     Two types choose the frequencies by the longest sequence of a pass: `dynamic` for more than the model's positions,
     `longrope` for more than its original positions. Neighbours in a pack would change a sequence's log-probabilities.
-    `model` is key and path, for the message.
+    For the message `model` is key and path, and `advice` says where `length` comes from and how to lower it.
     """
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for of_layers in [rope] if "rope_type" in rope else [own for own in rope.values() if own]:
@@ -171,8 +171,8 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str) 
         if length > (limit := limits.get(kind, length)):
             raise ValueError(
                 f"{model} has positions of the type rope_type={kind}, which for more than {limit} tokens depend on the "
-                f"length of the sequence, so that packed sequences would change each other; data.max_prompt_length + "
-                f"data.max_response_length = {length}: lower one of the two, or choose another model."
+                f"length of the sequence, so that packed sequences would change each other; {advice}, or choose "
+                "another model."
             )
 
 
