@@ -1,10 +1,12 @@
 """Two real gloo processes against one: sharded and replicated, same gradients, log-probabilities and checkpoints."""
 
 import json
+import math
 import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +27,14 @@ from tiny_worker_models import (
 
 from verl_like.export import export
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
+from verl_like.workers.supervised import DPOWorker
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer.direct import (
     IpcTransport,
@@ -55,6 +61,24 @@ def long_and_short_rows() -> DataProto:
     """8 rows, the longest first."""
     rows = make_batch(rows=8)
     return rows.select_idxs(rows.batch["attention_mask"].sum(-1).argsort(descending=True))
+
+
+def pairs() -> DataProto:
+    """Four pairs of conversations, of 10 to 12 tokens together, whose prompt is two tokens."""
+    attended = torch.arange(9) < torch.tensor([[7, 4], [3, 9], [5, 5], [8, 3]])[..., None]
+    columns = {
+        "input_ids": torch.randint(2, 50, (4, 2, 9), generator=torch.Generator().manual_seed(3)) * attended,
+        "attention_mask": attended.long(),
+        "position_ids": torch.arange(9).expand(4, 2, 9).contiguous(),
+        "response_mask": (attended & (torch.arange(9) >= 2))[..., 1:].long(),
+    }
+    return DataProto.from_dict({name: column.reshape(4, -1) for name, column in columns.items()})
+
+
+def dpo_arguments(path: str, **training: Any) -> tuple[Any, ...]:
+    """Of a worker that takes the four pairs in a step."""
+    model = SupervisedModelConfig(path=path, fsdp_config={"dtype": "float32"})
+    return model, DPOTrainingConfig(beta=0.3, grad_clip=1e6, **SMALL_STEPS, **training), 4, 3, 0
 
 
 def receive_by_ipc(exports: list[WeightExport], rank: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,6 +153,14 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(data))
     save_file(gradients, out / f"bfloat16_gradients_{rank}")
+    worker = DPOWorker(*dpo_arguments(model, ulysses_sequence_parallel_size=2, max_token_len_per_gpu=12))
+    worker.init_model()
+    passes = []
+    worker.engine.model.register_forward_pre_hook(lambda *_: passes.append(rank))
+    gradients, _ = gradients_of(worker, lambda: worker.update_model(pairs()))
+    save_file({"passes": torch.tensor(len(passes))} | gradients, out / f"dpo_{rank}")
+    metrics = metric_values(worker.evaluate(pairs()).meta_info["metrics"])
+    (out / f"dpo_metrics_{rank}.json").write_text(json.dumps(metrics))
     critic = CriticWorker(critic_config(model, micro=3), seed=1)
     critic.init_model()
     gradients, _ = gradients_of(critic, lambda: critic.update_critic(data))
@@ -288,6 +320,21 @@ def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_critic(data).get())
     for rank in (0, 1):
         assert relative_error(load_file(two_ranks / f"critic_gradients_{rank}"), gradients) < 2e-6
+
+
+def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pair_after_the_other(two_ranks):
+    arguments = dpo_arguments(str(two_ranks / "model"), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    group = LocalWorkerGroup(ClassWithInitArgs(DPOWorker, *arguments))
+    group.init_model()
+    gradients, _ = gradients_of(group.workers[0], lambda: group.update_model(pairs()).get())
+    expected = metric_values(group.evaluate(pairs()).get().meta_info["metrics"])
+    assert expected["loss"] != pytest.approx(math.log(2), rel=1e-3)  # no longer that of the reference
+    for rank in (0, 1):
+        shared = load_file(two_ranks / f"dpo_{rank}")
+        assert shared.pop("passes") == 2  # of two pairs each
+        assert relative_error(shared, gradients) < 2e-6
+        metrics = json.loads((two_ranks / f"dpo_metrics_{rank}.json").read_text())
+        assert metrics == pytest.approx(expected, rel=1e-4)
 
 
 def test_ordered_rows_make_the_same_mini_batches_on_two_ranks_as_on_one(two_ranks):
