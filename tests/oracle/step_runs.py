@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import ppo_inputs
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.config.compose import leaves
+from verl_like.trainer.config.compose import default_tree, leaves
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
@@ -296,5 +297,9 @@ def as_override(value: object) -> str:
 
 def defaults() -> Settings:
     """Of every key; None where it has none or another key decides."""
+    tree = default_tree(PPOConfig)
     fields = {key: model.model_fields[name] for key, model, name in leaves(PPOConfig)}
-    return {key: None if field.is_required() else field.default for key, field in fields.items()}
+    return {
+        key: None if field.is_required() else reduce(dict.__getitem__, key.split("."), tree)
+        for key, field in fields.items()
+    }

@@ -112,7 +112,9 @@ def default_tree(model: Any) -> dict[str, Any]:
     """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark for missing."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if _is_model(field.annotation):
+        if isinstance(field.default, ConfigModel):
+            tree[name] = field.default.model_dump()
+        elif _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
             followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), "???")
@@ -136,6 +138,7 @@ def compose_tree(
     OmegaConf.register_new_resolver("whole_cluster", whole_cluster, replace=True)
     OmegaConf.register_new_resolver("half_cluster", half_cluster, replace=True)
     OmegaConf.register_new_resolver("float_of_device", float_of_device, replace=True)
+    OmegaConf.register_new_resolver("name_of_trainer", lambda: schema.base_name.removesuffix("_trainer"), replace=True)
     store, presets = ConfigStore.instance(), [{name: default} for name, default in schema.presets.items()]
     store.store(name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)})
     # Hydra opens the first file before it reads the search path, so the first file is ours and names the user's.

@@ -2,17 +2,18 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from verl_like.algorithms.registry import Registry
-from verl_like.config_model import ConfigModel, Follows, PositiveInt
+from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, PositiveInt
 
 
 def list_of_one(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-ModuleNames = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
+# A list becomes a tuple, so that nothing below the entry point can change it.
+Strings = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -21,9 +22,8 @@ class RecordConfig(ConfigModel):
 
     project_name: str = "verl_like"
     """Groups runs in trackers and in the output folder."""
-    experiment_name: str
-    """Names the run in trackers and in the output folder."""
-    # A list becomes a tuple, so that nothing below the entry point can change it.
+    experiment_name: Annotated[str, Follows("${name_of_trainer:}")]
+    """Names the run in trackers and in the output folder: by default ppo, detached, sft, rm or dpo."""
     logger: Annotated[tuple[Logger, ...], BeforeValidator(list_of_one), Strict(False)] = ("console",)
     """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and metrics.jsonl are always on."""
     default_local_dir: Annotated[str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")]
@@ -52,6 +52,38 @@ class RecordConfig(ConfigModel):
         return self
 
 
+class LoopConfig(RecordConfig):
+    """A run of training steps."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where workers compute. The preset device=cpu of PPO sets it together with everything else a CPU needs."""
+    nnodes: PositiveInt = 1
+    """Nodes of the run, which the placement presets of PPO divide into pools."""
+    n_gpus_per_node: PositiveInt = 1
+    """GPUs per node, one training process each; with device cpu, processes per node."""
+    total_epochs: PositiveInt = 1
+    """Passes over the training data."""
+    total_training_steps: PositiveInt | None = None
+    """Training steps; null means total_epochs of them."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """The one seed: order of the data, sampling, new heads."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    test_freq: MinusOneOrPositive = -1
+    """Training steps between validations, the last of which follows the last step; -1 means none, or in training on
+    examples only that one."""
+    save_freq: MinusOneOrPositive = -1
+    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run. Only then
+    the models are written in Hugging Face format, too."""
+    balance_batch: bool = True
+    """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay the same."""
+    call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds one call of a worker group may take before the run stops. In detached training a trainer waits twice as
+    long: at first for a maker's start, the validation before the first step and the experience of a whole batch, later
+    for a push, a validation and that experience. A maker waits three times as long: for the start of a trainer, later
+    for update_steps training steps and their checkpoints. Both begin anew when a maker is started again."""
+
+
 class RayInitConfig(ConfigModel):
     """How the driver joins or starts Ray."""
 
@@ -78,7 +110,7 @@ class RunConfig(ConfigModel):
     algorithm_keys: ClassVar[dict[str, Registry]] = {}
     """Keys that name an algorithm, and where it is found. Its own options become keys too."""
 
-    plugins: ModuleNames = ()
+    plugins: Strings = ()
     """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""
     trainer: RecordConfig
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()

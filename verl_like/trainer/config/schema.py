@@ -2,14 +2,14 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import Field, Strict
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estimator_fn
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import Registry, required_inputs
 from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, OpenConfigModel, PositiveInt
-from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
+from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
 from verl_like.trainer.roles import Role
 from verl_like.workers.config.roles import (
     ActorRolloutRefConfig,
@@ -19,10 +19,7 @@ from verl_like.workers.config.roles import (
     RewardModelConfig,
 )
 
-# Lists become tuples, so that nothing below the entry point can change them.
-OptionalPaths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
-Paths = Annotated[OptionalPaths, Field(min_length=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Paths = Annotated[Strings, Field(min_length=1)]
 
 
 class DataConfig(ConfigModel):
@@ -54,7 +51,7 @@ class DataConfig(ConfigModel):
     """What happens to a longer prompt that is not dropped: error, or tokens are cut left, right or in the middle."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
-    ptx_files: OptionalPaths = ()
+    ptx_files: Strings = ()
     """Rows for the loss of actor.ptx_coef: one file or a list of files (parquet, JSON, JSONL), whose rows have text, of
     which all is learned, or conversations as those of main_sft. What is longer than the longest prompt and response
     together is cut at its end."""
@@ -90,7 +87,7 @@ class RewardConfig(ConfigModel):
 
     num_workers: PositiveInt = 2
     """Processes that score responses."""
-    timeout_s: Seconds = 30.0
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds one response may take to score; a process that takes longer is replaced."""
     on_error: Literal["fail", "skip", "score"] = "fail"
     """What an exception or a timeout does: fail the run, skip the response, or score it 0."""
@@ -144,32 +141,13 @@ class AlgorithmConfig(OpenConfigModel):
     options: EstimatorOptions = EstimatorOptions()
 
 
-class TrainerConfig(RecordConfig):
+class TrainerConfig(LoopConfig):
     """The run."""
 
-    experiment_name: str = "ppo"
-    """Names the run in trackers and in the output folder."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where workers compute. The preset device=cpu sets it together with everything else a CPU needs."""
-    nnodes: PositiveInt = 1
-    """Nodes of the run, which the placement presets divide into pools."""
     n_gpus_per_node: PositiveInt = 8
     """GPUs per node, one training process each; with device cpu, processes per node."""
     total_epochs: PositiveInt = 30
     """Passes over the training prompts."""
-    total_training_steps: PositiveInt | None = None
-    """Training steps; null means total_epochs of them."""
-    seed: Annotated[int, Field(ge=0)] = 42
-    """The one seed: order of prompts, sampling, initial value head."""
-    val_before_train: bool = True
-    """Validate before the first step."""
-    test_freq: MinusOneOrPositive = -1
-    """Training steps between validations, the last of which follows the last step; -1 means none."""
-    save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run. Only then
-    the models are written in Hugging Face format, too."""
-    balance_batch: bool = True
-    """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay the same."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated; the actor's schedule counts the others."""
     pipeline_depth: Annotated[int, Field(ge=0, le=1)] = 0
@@ -177,11 +155,6 @@ class TrainerConfig(RecordConfig):
     one version older. The rollout then needs a pool of its own."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
-    call_timeout_s: Seconds = 3600.0
-    """Seconds one call of a worker group may take before the run stops. In detached training a trainer waits twice as
-    long: at first for a maker's start, the validation before the first step and the experience of a whole batch, later
-    for a push, a validation and that experience. A maker waits three times as long: for the start of a trainer, later
-    for update_steps training steps and their checkpoints. Both begin anew when a maker is started again."""
 
 
 class PPOConfig(RunConfig):

@@ -3,22 +3,20 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import Field
 
 from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
-from verl_like.trainer.config.run_config import RecordConfig, RunConfig, list_of_one
+from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
 from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig, TrainingConfig
-
-Paths = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
 
 
 class ExamplesConfig(ConfigModel):
     """Conversations, or pairs of them: where they are and how they become batches."""
 
-    train_files: Annotated[Paths, Field(min_length=1)]
+    train_files: Annotated[Strings, Field(min_length=1)]
     """Training rows: one file or a list of files (parquet, JSON, JSONL). Conversations have messages, or prompt and
     response; pairs have prompt, chosen and rejected."""
-    val_files: Paths = ()
+    val_files: Strings = ()
     """Validation rows: one file or a list of files; none means no validation."""
     max_length: PositiveInt = 2048
     """Longest conversation in tokens."""
@@ -36,41 +34,13 @@ class ExamplesConfig(ConfigModel):
     """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
 
 
-class SupervisedTrainerConfig(RecordConfig):
-    """The run."""
-
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where workers compute."""
-    nnodes: PositiveInt = 1
-    """Nodes of the run."""
-    n_gpus_per_node: PositiveInt = 1
-    """GPUs per node, one process each; with device cpu, processes per node."""
-    total_epochs: PositiveInt = 1
-    """Passes over the training rows."""
-    total_training_steps: PositiveInt | None = None
-    """Training steps; null means total_epochs of them."""
-    seed: Annotated[int, Field(ge=0)] = 42
-    """The one seed: order of the rows, new heads."""
-    val_before_train: bool = True
-    """Validate before the first step."""
-    test_freq: MinusOneOrPositive = -1
-    """Training steps between validations, the last of which follows the last step; -1 means only that one."""
-    save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run. Only then
-    the model is written in Hugging Face format, too."""
-    balance_batch: bool = True
-    """Give the ranks rows of about equal work."""
-    call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds one call of the worker group may take before the run stops."""
-
-
 class SupervisedConfig(RunConfig):
     """The whole configuration of training on examples."""
 
     data: ExamplesConfig
     model: SupervisedModelConfig
     training: TrainingConfig = TrainingConfig()
-    trainer: SupervisedTrainerConfig
+    trainer: LoopConfig
 
     @property
     def num_processes_of_run(self) -> int:
@@ -81,32 +51,16 @@ class SupervisedConfig(RunConfig):
         return self.trainer.total_training_steps or 0
 
 
-class SFTTrainerConfig(SupervisedTrainerConfig):
-    experiment_name: str = "sft"
-
-
 class SFTConfig(SupervisedConfig):
     """Of supervised fine-tuning."""
 
     base_name: ClassVar[str] = "sft_trainer"
-
-    trainer: SFTTrainerConfig
-
-
-class RMTrainerConfig(SupervisedTrainerConfig):
-    experiment_name: str = "rm"
 
 
 class RMConfig(SupervisedConfig):
     """Of training a reward model."""
 
     base_name: ClassVar[str] = "rm_trainer"
-
-    trainer: RMTrainerConfig
-
-
-class DPOTrainerConfig(SupervisedTrainerConfig):
-    experiment_name: str = "dpo"
 
 
 class DPOConfig(SupervisedConfig):
@@ -115,7 +69,6 @@ class DPOConfig(SupervisedConfig):
     base_name: ClassVar[str] = "dpo_trainer"
 
     training: DPOTrainingConfig = DPOTrainingConfig()
-    trainer: DPOTrainerConfig
 
 
 def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:

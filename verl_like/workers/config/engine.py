@@ -82,10 +82,3 @@ class OptimConfig(ConfigModel):
                 "set the warm-up; give one of them (lr_warmup_steps=-1 or lr_warmup_steps_ratio=0 switches one off)"
             )
         return self
-
-
-class CriticOptimConfig(OptimConfig):
-    """AdamW for the critic."""
-
-    lr: NonNegativeFloat = 1e-5
-    """Peak learning rate."""

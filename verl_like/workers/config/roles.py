@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, OpenConfigModel, PositiveInt
-from verl_like.workers.config.engine import CriticOptimConfig, ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
+from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
 from verl_like.workers.config.rollout import LogProbConfig, RolloutConfig
 
@@ -137,7 +137,7 @@ class CriticConfig(ConfigModel):
     enable: bool | None = None
     """Train a critic; null means only where the advantage estimator needs values."""
     model: CriticModelConfig
-    optim: CriticOptimConfig = CriticOptimConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-5)
     ppo_mini_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8

@@ -4,16 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
+from verl_like.config_model import ConfigModel, Follows, PositiveInt
 from verl_like.workers.config.engine import OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import PolicyModelConfig, TrainingDtype
-
-
-class SupervisedOptimConfig(OptimConfig):
-    """AdamW for examples."""
-
-    lr: NonNegativeFloat = 1e-5
-    """Peak learning rate."""
 
 
 class SupervisedFsdpConfig(TrainedFsdpConfig):
@@ -42,20 +35,13 @@ class TrainingConfig(ConfigModel):
     """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    optim: SupervisedOptimConfig = SupervisedOptimConfig()
-
-
-class DPOOptimConfig(SupervisedOptimConfig):
-    """AdamW for a policy that stays near its reference."""
-
-    lr: NonNegativeFloat = 1e-6
-    """Peak learning rate."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
 class DPOTrainingConfig(TrainingConfig):
     """How a batch of pairs becomes an optimizer step of a policy."""
 
-    optim: DPOOptimConfig = DPOOptimConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-6)
     loss_type: Literal["dpo", "ipo"] = "dpo"
     """Loss of a pair: dpo (arXiv:2305.18290; conservative DPO with label_smoothing) or ipo (arXiv:2310.12036)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
