@@ -5,20 +5,13 @@ The configuration is checked before torch or Ray are imported; a wrong one ends 
 
 import sys
 
-from verl_like.trainer import worker_template
-from verl_like.trainer.config.command_line import config_from_command_line
+from verl_like.trainer.config.command_line import entry_point
 from verl_like.trainer.main_sft import USAGE, WORKERS
 from verl_like.trainer.supervised.config import DPOConfig, broken_supervised_rules
 
 if __name__ == "__main__":
-    try:
-        command = "python -m verl_like.trainer.main_dpo"
-        config = config_from_command_line(DPOConfig, broken_supervised_rules, sys.argv[1:], command, USAGE)
-        # On a GPU an import may start CUDA, which a fork cannot use.
-        template = worker_template.start(WORKERS) if config.trainer.device == "cpu" else None
-        # torch and Ray load only for a run that can start.
+    with entry_point(DPOConfig, broken_supervised_rules, "main_dpo", USAGE, WORKERS) as (config, template):
+        # torch, Ray and vLLM load only for a configuration that can run.
         from verl_like.trainer.supervised.run_supervised import run_supervised
 
         sys.exit(run_supervised(config, template))
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -5,8 +5,7 @@ The configuration is checked before torch, Ray or vLLM are imported; a wrong one
 
 import sys
 
-from verl_like.trainer import worker_template
-from verl_like.trainer.config.command_line import config_from_command_line
+from verl_like.trainer.config.command_line import entry_point
 from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.schema import PPOConfig
 
@@ -17,13 +16,8 @@ WORKERS = [
 ]
 
 if __name__ == "__main__":
-    try:
-        command = "python -m verl_like.trainer.main_ppo"
-        config = config_from_command_line(PPOConfig, broken_rules, sys.argv[1:], command, USAGE)
-        # On a GPU an import may start CUDA, which a fork cannot use.
-        template = worker_template.start(WORKERS) if config.trainer.device == "cpu" else None
-        from verl_like.trainer.run_ppo import run_ppo  # torch, Ray and vLLM load only for a configuration that can run
+    with entry_point(PPOConfig, broken_rules, "main_ppo", USAGE, WORKERS) as (config, template):
+        # torch, Ray and vLLM load only for a configuration that can run.
+        from verl_like.trainer.run_ppo import run_ppo
 
         sys.exit(run_ppo(config, template))
-    except KeyboardInterrupt:
-        sys.exit(130)
