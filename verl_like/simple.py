@@ -32,8 +32,7 @@ from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.main_ppo import WORKERS
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import check_inputs
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
-from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.workers.models.packed_models import value_head
@@ -220,7 +219,6 @@ class PPOTrainer:
         train_batch_size: prompts of an optimizer step; `max_epochs` passes go over the experience.
         experience_batch_size: prompts of a timestep of `fit`.
         max_length: most tokens of prompt and response together.
-        pad_token_id, eos_token_id: by default the tokenizer's.
         overrides: further keys of docs/config.md, each `key=value`.
     """
 
@@ -237,53 +235,35 @@ class PPOTrainer:
         train_batch_size: int = 8,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        eps_clip: float = 0.2,
-        value_clip: float = 0.4,
         experience_batch_size: int = 8,
         max_epochs: int = 1,
         max_length: int = 128,
-        do_sample: bool = True,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        pad_token_id: int | None = None,
-        eos_token_id: int | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        if not do_sample:
-            raise ValueError("do_sample=False: PPO learns from samples; leave it True")
         self.strategy, self.experience_batch_size, self.max_length = strategy, experience_batch_size, max_length
         self.models: dict[str, Model] = {"actor": actor, "critic": critic, "ref": initial_model}
         self.models |= {"reward_model": reward_model} if reward_model else {}
         self.optimizers: dict[str, Any] = {Role.Actor: actor_optim, Role.Critic: critic_optim}
         self.overrides, self.tokenizer = overrides, deepcopy(tokenizer)
-        for name, token_id in (("pad_token", pad_token_id), ("eos_token", eos_token_id)):
-            if token_id is not None:
-                setattr(self.tokenizer, name, self.tokenizer.convert_ids_to_tokens(token_id))
         self.tokenizer.chat_template = self.tokenizer.chat_template or TEXT_ALONE
         self.settings = {
             "trainer.n_gpus_per_node": strategy.num_processes,
             "trainer.seed": strategy.seed,
             "trainer.experiment_name": "python",
-            "trainer.resume_mode": "disable",
             "trainer.val_before_train": False,
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_ctrl.kl_coef": kl_coef,
             "actor_rollout_ref.actor.ppo_mini_batch_size": train_batch_size,
             "actor_rollout_ref.actor.ppo_epochs": max_epochs,
-            "actor_rollout_ref.actor.clip_ratio": eps_clip,
             "actor_rollout_ref.actor.use_dynamic_bsz": True,
             "actor_rollout_ref.rollout.name": "hf",
-            "actor_rollout_ref.rollout.temperature": temperature,
-            "actor_rollout_ref.rollout.top_k": top_k,
-            "critic.cliprange_value": value_clip,
             "reward_model.enable": reward_model is not None,
         }
-        for fsdp in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"):
+        for key, model, optimizer in (("actor_rollout_ref.actor", "", actor_optim), ("critic", ".model", critic_optim)):
+            group, fsdp = optimizer.param_groups[0], f"{key}{model}.fsdp_config"
+            self.settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
             self.settings |= {f"{fsdp}.{part}_offload": strategy.offload for part in ("param", "optimizer")}
             self.settings[f"{fsdp}.strategy"] = strategy.name
-        for key, optimizer in (("actor_rollout_ref.actor", actor_optim), ("critic", critic_optim)):
-            group = optimizer.param_groups[0]
-            self.settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
 
     def fit(
         self, dataset: Sequence[Any], num_episodes: int = 1, max_timesteps: int = 10, update_timesteps: int = 1
@@ -302,17 +282,15 @@ class PPOTrainer:
                 template = worker_template.start(WORKERS)
                 cleanup.callback(template.close)
             inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
-            config, mapping = inputs.config, inputs.role_worker_mapping
+            config, reference = inputs.config, inputs.role_worker_mapping[Role.RefPolicy]
             # The actor may start with other weights than the reference.
-            mapping[Role.RefPolicy].kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
+            reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
             recorder = RunRecorder(config, PPO_DISPLAY)
             cleanup.callback(recorder.close, "Ended.")
             if not is_local:
                 start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
                 cleanup.callback(ray.shutdown)
-            parts: list[Any] = [config, inputs.tokenizer, mapping, None if is_local else build_resource_pools(config)]
-            parts += [inputs.train_dataset, inputs.val_dataset, inputs.scorer, recorder]
-            trainer = LocalTrainer(*parts) if is_local else RayPPOTrainer(*parts)
+            trainer = (LocalTrainer if is_local else get_trainer()).of(inputs, recorder)
             trainer.init_workers()
             for role, optimizer in self.optimizers.items():
                 if hasattr(optimizer, "state_folder"):

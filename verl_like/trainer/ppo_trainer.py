@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,8 @@ from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weigh
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.ppo_display import generation_of_row
-from verl_like.trainer.ppo_workers import start_groups
+from verl_like.trainer.ppo_inputs import PPOInputs
+from verl_like.trainer.ppo_workers import build_resource_pools, start_groups
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.scoring import RuleScorer, reward_columns
@@ -55,6 +56,14 @@ class RayPPOTrainer(TrainingLoop):
     rule_scorer: RuleScorer | None
     recorder: RunRecorder
     ptx_dataset: ConversationDataset | None = None
+
+    @classmethod
+    def of(cls, inputs: PPOInputs, recorder: RunRecorder, pools: ResourcePoolManager | None = None) -> Self:
+        """Of checked inputs, on the pools of their configuration unless others are given."""
+        mapping = inputs.role_worker_mapping
+        pools = pools or build_resource_pools(inputs.config, list(mapping))
+        data = inputs.train_dataset, inputs.val_dataset, inputs.scorer
+        return cls(inputs.config, inputs.tokenizer, mapping, pools, *data, recorder, inputs.ptx_dataset)
 
     def __post_init__(self) -> None:
         if self.rule_scorer:

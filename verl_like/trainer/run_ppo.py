@@ -4,7 +4,6 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import get_trainer
-from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.worker_template import WorkerTemplate
@@ -17,16 +16,6 @@ def run_ppo(config: PPOConfig, template: WorkerTemplate | None = None) -> int:
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     """Starts the workers and trains to the end."""
-    trainer = get_trainer()(
-        inputs.config,
-        inputs.tokenizer,
-        inputs.role_worker_mapping,
-        build_resource_pools(inputs.config),
-        inputs.train_dataset,
-        inputs.val_dataset,
-        inputs.scorer,
-        recorder,
-        inputs.ptx_dataset,
-    )
+    trainer = get_trainer().of(inputs, recorder)
     trainer.init_workers()
     trainer.fit()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -35,7 +35,6 @@ from verl_like.trainer.detached.side import (
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
 from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import get_trainer
-from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
@@ -134,16 +133,8 @@ class ExperienceMakerHolder(Side):
         inputs = check_inputs(self.config, self.cleanup)
         built_in = maker_models(self.config, inputs.role_worker_mapping)
         mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
-        self.run = get_trainer()(
-            self.config,
-            inputs.tokenizer,
-            mapping,
-            self.pools or build_resource_pools(self.config, list(mapping)),
-            inputs.train_dataset,
-            inputs.val_dataset,
-            inputs.scorer,
-            cast(RunRecorder, self.recorder),
-        )
+        inputs = replace(inputs, config=self.config, role_worker_mapping=mapping)
+        self.run = get_trainer().of(inputs, cast(RunRecorder, self.recorder), self.pools)
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker))
