@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from verl_like.workers.config.models import TrainedModelConfig
-from verl_like.workers.models.pretrained import check_tokenizer, load_tokenizer, save_pretrained
+from verl_like.workers.models.pretrained import check_tokenizer, load_tokenizer, save_settings
 
 TEXT = "hello world\nhow are you"
 BEGIN, END = "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"
@@ -86,7 +86,7 @@ def test_the_exported_tokenizer_is_that_of_the_file_for_every_reader(
         LlamaConfig(vocab_size=302, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
     exported = tmp_path / "exported"
-    save_pretrained(model, model.state_dict(), load_tokenizer(byte_level), torch.float32, str(exported))
+    save_settings(model, load_tokenizer(byte_level), torch.float32, str(exported))
     ids = file_of(byte_level).encode(TEXT, add_special_tokens=False).ids
     for reader in (AutoTokenizer.from_pretrained(exported), load_tokenizer(TrainedModelConfig(path=str(exported)))):
         assert reader(TEXT, add_special_tokens=False)["input_ids"] == ids

@@ -325,8 +325,6 @@ def test_the_exported_policy_reloads_with_the_same_logits(model_path, tmp_path):
     update(group, data)
     target = tmp_path / "global_step_1" / "huggingface"
     group.save_hf(str(target))
-    group.save_hf(str(target))
-    assert not list(target.parent.glob("huggingface.*"))
     log_probs_BR = group.compute_log_prob(data).get().batch["old_log_probs"]
     hf = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
     assert hf.dtype == torch.float32

@@ -32,7 +32,6 @@ from verl_like.workers.models.pretrained import (
     compile_layers,
     decoder_layers,
     load_tokenizer,
-    save_pretrained,
     save_settings,
 )
 from verl_like.workers.models.sequence_exchange import SequenceExchange
@@ -280,7 +279,8 @@ class FsdpEngine(TrainingEngine):
             if settings:
                 hf = merge(type(hf), hf.config, settings, kept)
                 kept = {name: parameter.detach().to(dtype) for name, parameter in hf.named_parameters()}
-            save_pretrained(hf, kept, self.tokenizer, dtype, path)
+            hf.save_pretrained(path, state_dict=kept)
+            save_settings(hf, self.tokenizer, dtype, path)  # last: transformers writes the dtype of `hf`
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The training state: tensors that `load` writes into, and two counts."""

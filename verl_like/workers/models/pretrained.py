@@ -1,7 +1,6 @@
-"""Loads Hugging Face models for training and writes them back."""
+"""Loads Hugging Face models for training, and writes what belongs to their weights."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -249,25 +248,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
                 )
 
 
-def save_pretrained(
-    hf: PreTrainedModel,
-    parameters: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    path: str,
-) -> None:
-    """Writes a folder that transformers and vLLM load: safetensors in `dtype`, configuration and tokenizer.
-
-    The folder appears at `path` complete or not at all, and replaces an earlier one.
-    """
-    partial = Path(f"{path}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    hf.save_pretrained(partial, state_dict=parameters)
-    save_settings(hf, tokenizer, dtype, str(partial))  # last: transformers writes the dtype of `hf`
-    replace_folder(partial, Path(path))
-
-
 def save_settings(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str) -> None:
     """Writes all of a model's folder but the weights: its configuration, with class and `dtype`, and tokenizer."""
     hf.config.dtype, hf.config.architectures = dtype, [type(hf).__name__]
@@ -275,16 +255,6 @@ def save_settings(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype
     if hf.can_generate():
         hf.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def replace_folder(complete: Path, target: Path) -> None:
-    """Renames `complete` to `target`; an earlier `target` is removed afterwards, never before."""
-    outdated = Path(f"{target}.outdated")
-    shutil.rmtree(outdated, ignore_errors=True)
-    if target.exists():
-        target.rename(outdated)
-    complete.rename(target)
-    shutil.rmtree(outdated, ignore_errors=True)
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
