@@ -11,11 +11,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-="
 
 
 def save_tiny_llama(
-    path: Path, *, tie: bool = False, num_key_value_heads: int = 2, head_dim: int = 32
+    path: Path, *, tie: bool = False, num_key_value_heads: int = 2, head_dim: int = 32, template: str = _TEMPLATE
 ) -> LlamaForCausalLM:
     """A random two-layer Llama and a tokenizer with one token per character: <pad> 0, <eos> 1, then the characters.
 
@@ -27,7 +28,7 @@ def save_tiny_llama(
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     config = LlamaConfig(
         vocab_size=len(vocabulary),

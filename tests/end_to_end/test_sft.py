@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import metrics_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -37,11 +37,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 
 @pytest.fixture(scope="module")
 def model_path(tiny_llama: Callable) -> str:
     """A model whose template ends a question with = and an answer with <eos>."""
-    path, _ = tiny_llama()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+    return tiny_llama(template=TEMPLATE)[0]
 
 
 def config_in(folder: Path, model_path: str, *settings: str, schema: type[SupervisedConfig] = SFTConfig) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_supervised import TEMPLATE, messages, write_rows
+from test_supervised import TEMPLATE, loader, messages, write_rows
 from tiny_worker_models import local_group, reward_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -36,20 +36,12 @@ SPACE_AFTER_END = TEMPLATE.replace("'<eos>'", "'<eos> '")
 @pytest.fixture(scope="module")
 def model_path(tiny_llama: Callable) -> str:
     """A model whose template marks the turns, and writes a space behind an answer."""
-    path, _ = tiny_llama()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = SPACE_AFTER_END
-    tokenizer.save_pretrained(path)
-    return path
+    return tiny_llama(template=SPACE_AFTER_END)[0]
 
 
 @pytest.fixture
 def load(model_path: str, tmp_path: Path) -> Callable[..., PreferenceDataset]:
-    def build(*rows: Any, **settings: Any) -> PreferenceDataset:
-        files = [write_rows(tmp_path / "pairs.jsonl", list(rows))]
-        return PreferenceDataset(files, AutoTokenizer.from_pretrained(model_path), **{"max_length": 30, **settings})
-
-    return build
+    return loader(PreferenceDataset, model_path, tmp_path)
 
 
 def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(
@@ -81,7 +73,7 @@ def test_the_work_of_a_pair_is_that_of_two_sequences(load: Callable):
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"prompt": "a", "response": "b"}, {}, r"pairs.jsonl, row 0: field 'chosen' is missing, .* prompt, response,"),
+        ({"prompt": "a", "response": "b"}, {}, r"rows.jsonl, row 0: field 'chosen' is missing, .* prompt, response,"),
         ({"chosen": "a", "rejected": "b"}, {}, "row 0: chosen and rejected begin with different messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "row 0: chosen and rejected are the same"),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, {}, "row 0: chosen is an empty answer"),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,20 +37,22 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def model_path(tiny_llama: Callable) -> str:
     """A model whose template marks the turns."""
-    path, _ = tiny_llama()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+    return tiny_llama(template=TEMPLATE)[0]
+
+
+def loader(dataset_class: type[ConversationDataset], model_path: str, folder: Path) -> Callable[..., Any]:
+    """A function that makes a dataset of rows, with the model's tokenizer."""
+
+    def load(*rows: Any, **settings: Any) -> ConversationDataset:
+        files = [write_rows(folder / "rows.jsonl", list(rows))]
+        return dataset_class(files, AutoTokenizer.from_pretrained(model_path), **{"max_length": 30, **settings})
+
+    return load
 
 
 @pytest.fixture
 def load(model_path: str, tmp_path: Path) -> Callable[..., ConversationDataset]:
-    def build(*rows: dict, **settings) -> ConversationDataset:
-        files = [write_rows(tmp_path / "rows.jsonl", list(rows))]
-        return ConversationDataset(files, AutoTokenizer.from_pretrained(model_path), **{"max_length": 30, **settings})
-
-    return build
+    return loader(ConversationDataset, model_path, tmp_path)
 
 
 def learned_text(dataset: ConversationDataset, row: int, model_path: str) -> str:
@@ -90,6 +93,13 @@ def test_what_assistants_write_is_learned_with_the_end_of_their_turns(load: Call
 def test_rows_that_cannot_be_learned_are_named(load: Callable, rows: list, settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         load(*rows, **settings)
+
+
+def test_a_tokenizer_without_a_token_to_pad_with_is_refused(model_path: str, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither a padding nor an end-of-sequence token"):
+        ConversationDataset([write_rows(tmp_path / "rows.jsonl", [{"text": "ab"}])], tokenizer, max_length=9)
 
 
 def config_of(model_path: str, file: str, *settings: str) -> SFTConfig:

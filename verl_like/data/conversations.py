@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.data.rows import bad_row, read_records
+from verl_like.data.rows import bad_row, padding_token, read_records, render
 from verl_like.protocol import DataProto
 
 Message = Mapping[str, Any]
@@ -55,7 +55,7 @@ class ConversationDataset:
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer, self.template_kwargs = tokenizer, apply_chat_template_kwargs or {}
-        self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.pad_token_id = padding_token(tokenizer)
         self.num_dropped = self.num_truncated = 0
         self.longest = self.largest = (0, "")
         self.last_tokens: set[int] = set()
@@ -160,21 +160,11 @@ def tokens_of(
 
     Raises ValueError where the template changes earlier turns by later ones, or fails.
     """
-
-    def render(count: int, **further: Any) -> str:
-        try:
-            some: Any = list(messages[:count])
-            return str(tokenizer.apply_chat_template(some, tokenize=False, **template_kwargs, **further))
-        except Exception as error:  # a template may raise anything; the error names the row
-            raise ValueError(
-                f"{place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
-                f"{[message['role'] for message in messages[:count]]}: {type(error).__name__}: {error}"
-            ) from error
-
-    text, spans = render(len(messages)), []
+    text, spans = render(tokenizer, messages, place, template_kwargs), []
     for count, message in enumerate(messages):
         if message["role"] == "assistant" and count >= first:
-            begun, ended = render(count, add_generation_prompt=True), render(count + 1)
+            begun = render(tokenizer, messages[:count], place, {**template_kwargs, "add_generation_prompt": True})
+            ended = render(tokenizer, messages[: count + 1], place, template_kwargs)
             if not (text.startswith(ended) and ended.startswith(begun)):
                 raise ValueError(
                     f"{place}: the chat template writes turn {count} in another way when later turns follow, or not "

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.data.rows import PromptRow, read_prompt_rows
+from verl_like.data.rows import PromptRow, padding_token, read_prompt_rows, render
 from verl_like.protocol import DataProto
 
 
@@ -42,7 +42,12 @@ class PromptDataset:
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.max_prompt_length = max_prompt_length
-        self.pad_token_id = _pad_token_id(tokenizer)
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or "
+                "set actor_rollout_ref.model.tokenizer_path to a tokenizer that has one"
+            )
+        self.pad_token_id = padding_token(tokenizer)
         rows = read_prompt_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples)
         prompts = _tokenize(rows, tokenizer, apply_chat_template_kwargs or {})
         overlong = [index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length]
@@ -103,33 +108,11 @@ class PromptDataset:
         return DataProto.from_dict({key: torch.from_numpy(array) for key, array in tensors.items()}, objects)
 
 
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or set "
-            "actor_rollout_ref.model.tokenizer_path to a tokenizer that has one"
-        )
-    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    if pad_token_id is None:
-        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has neither a padding nor an end-of-sequence token")
-    return pad_token_id
-
-
 def _tokenize(
     rows: list[PromptRow], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> list[list[int]]:
-    texts = []
-    for row in rows:
-        try:
-            text = tokenizer.apply_chat_template(
-                row.raw_prompt, tokenize=False, add_generation_prompt=True, **template_kwargs
-            )
-        except Exception as error:  # a template may raise anything; the error names the row
-            raise ValueError(
-                f"{row.place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
-                f"{[message['role'] for message in row.raw_prompt]}: {type(error).__name__}: {error}"
-            ) from error
-        texts.append(text)
+    options = {**template_kwargs, "add_generation_prompt": True}
+    texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
     # As apply_chat_template(tokenize=True) does, but for all rows at once: the template has the special tokens already.
     prompts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     for row, prompt in zip(rows, prompts, strict=True):

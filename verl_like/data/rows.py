@@ -1,13 +1,14 @@
 """Reads rows in verl's schema from Parquet, JSONL and JSON files and checks them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
 
 _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 
@@ -108,6 +109,27 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
     # Parquet fills the keys that only other rows' messages have with null.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return PromptRow(place, messages, data_source, reward_model, extra_info or {})
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], place: str, options: Mapping[str, Any]
+) -> str:
+    """The text that the chat template makes of messages; raises ValueError, which names the row, where it fails."""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # a template may raise anything
+        raise ValueError(
+            f"{place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
+            f"{[message['role'] for message in messages]}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token, or where there is none the end-of-sequence token; raises ValueError without either."""
+    token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if token is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has neither a padding nor an end-of-sequence token")
+    return token
 
 
 def _found(value: Any) -> str:

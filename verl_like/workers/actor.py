@@ -59,15 +59,8 @@ class ScoringWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ReferenceWorker.compute_ref_log_prob`: without its adapter the model is the reference policy."""
-        micro_batching = log_prob_micro_batching(self.config.ref)
         with self.engine.without_adapter():
-            return self.infer(
-                data,
-                ["ref_log_prob"],
-                micro_batching,
-                lambda micro: self._score(micro, with_entropy=False),
-                phase="ref",
-            )
+            return self.infer_log_probs(data, "ref_log_prob", phase="ref")
 
 
 class ActorWorker(ScoringWorker, TrainedWorker):

@@ -2,10 +2,12 @@
 
 import torch
 
+from verl_like.protocol import DataProto
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import Rows
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.planning.partition import log_prob_micro_batching
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -24,3 +26,8 @@ class ActorRolloutRefWorker(ModelWorker):
         packed = self.engine.pack(micro)
         scores = self.engine.run(packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared)
         return tuple(map(packed.unpack, scores))
+
+    def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
+        """`column`: the log-probability of each response token, (B, R) float32, in passes as of the reference."""
+        micro_batching = log_prob_micro_batching(self.config.ref)
+        return self.infer(data, [column], micro_batching, lambda micro: self._score(micro, with_entropy=False), phase)

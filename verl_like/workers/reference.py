@@ -5,7 +5,6 @@ from verl_like.single_controller.decorator import Dispatch, make_nd_compute_data
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.planning.partition import log_prob_micro_batching
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="ref")
 
@@ -29,8 +28,3 @@ class ReferenceWorker(ActorRolloutRefWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, (B, R) float32."""
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")
-
-    def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
-        """`column`: the log-probability of each response token under this model, (B, R) float32."""
-        micro_batching = log_prob_micro_batching(self.config.ref)
-        return self.infer(data, [column], micro_batching, lambda micro: self._score(micro, with_entropy=False), phase)
