@@ -290,7 +290,9 @@ class PPOTrainer:
             if not is_local:
                 start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
                 cleanup.callback(ray.shutdown)
-            trainer = (LocalTrainer if is_local else get_trainer()).of(inputs, recorder)
+            trainer_class: Any = get_trainer()
+            trainer_class = type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
+            trainer = trainer_class.of(inputs, recorder)
             trainer.init_workers()
             for role, optimizer in self.optimizers.items():
                 if hasattr(optimizer, "state_folder"):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from examples.python_way import ppo_from_scratch
 from examples.python_way.ppo_from_scratch import config, prompts, tokenizer
 from verl_like.simple import Actor, Critic, FsdpStrategy, LocalTrainer, NaiveStrategy, PPOTrainer, RewardModel, Strategy
+from verl_like.trainer import ppo_trainer
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
 
@@ -84,12 +85,27 @@ def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_with_it(monkeypat
         assert torch.equal(value, weights.get(name.removeprefix("model."), saved[name])), name
 
 
-def test_overrides_reach_all_of_the_training():
+PLUGIN = """
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+
+@register_trainer
+class Counting(RayPPOTrainer):
+    def step(self, *prompts):
+        return super().step(*prompts) | {"plugin/steps": self.global_step}
+"""
+
+
+def test_overrides_reach_all_of_the_training(monkeypatch: pytest.MonkeyPatch):
     rows = [{"text": "12+34=46"}, {"text": "5+5=10"}]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = ["actor_rollout_ref.actor.ptx_coef=0.5", "data.ptx_files=rows.jsonl", "data.ptx_batch_size=2"]
-    (row,) = make_trainer(NaiveStrategy(), overrides=overrides).fit(prompts, max_timesteps=1)
+    Path("own_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [ppo_trainer.RayPPOTrainer])
+    trainer = make_trainer(NaiveStrategy(), overrides=[*overrides, "plugins=[own_plugin]"])
+    (row,) = trainer.fit(prompts, max_timesteps=1)
     assert row["actor/ptx_loss"] > 1.0  # nats per token: about log of the vocabulary's 15
+    assert row["plugin/steps"] == 1
 
 
 def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
