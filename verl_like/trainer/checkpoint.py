@@ -60,13 +60,11 @@ def begin(run_dir: Path, step: int) -> Path:
     return partial
 
 
-def save_training(groups: Mapping[str, WorkerGroup], folder: Path, *, wait: bool = True) -> None:
-    """Every rank writes its part of what the training of its model needs to continue to `folder/<role>/checkpoint`.
-
-    Without `wait` it is then copied, and written while training goes on: see PendingCheckpoint.
-    """
+def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
+    """Every rank copies what the training of its model needs to continue, and writes its part to
+    `folder/<role>/checkpoint` while training goes on: see PendingCheckpoint."""
     paths = {role: str(folder / role / "checkpoint") for role in groups}
-    for future in [group.save_checkpoint.remote(paths[role], wait) for role, group in groups.items()]:
+    for future in [group.save_checkpoint.remote(paths[role], wait=False) for role, group in groups.items()]:
         future.get()
 
 

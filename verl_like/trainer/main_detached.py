@@ -3,8 +3,6 @@
 The configuration is main_ppo's with a block `detached`; a wrong one ends with exit code 2 before torch is imported.
 """
 
-import sys
-
 from verl_like.trainer.config.command_line import entry_point
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.main_ppo import USAGE, WORKERS
@@ -14,4 +12,4 @@ if __name__ == "__main__":
         # torch, Ray and vLLM load only for a configuration that can run.
         from verl_like.trainer.detached.run_detached import run_detached
 
-        sys.exit(run_detached(config, template))
+        raise SystemExit(run_detached(config, template))

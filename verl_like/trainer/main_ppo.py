@@ -3,8 +3,6 @@
 The configuration is checked before torch, Ray or vLLM are imported; a wrong one ends with exit code 2 and the reason.
 """
 
-import sys
-
 from verl_like.trainer.config.command_line import entry_point
 from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.schema import PPOConfig
@@ -20,4 +18,4 @@ if __name__ == "__main__":
         # torch, Ray and vLLM load only for a configuration that can run.
         from verl_like.trainer.run_ppo import run_ppo
 
-        sys.exit(run_ppo(config, template))
+        raise SystemExit(run_ppo(config, template))

@@ -3,8 +3,6 @@
 The configuration is checked before torch or Ray are imported; a wrong one ends with exit code 2 and the reason.
 """
 
-import sys
-
 from verl_like.trainer.config.command_line import entry_point
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
 
@@ -17,4 +15,4 @@ if __name__ == "__main__":
         # torch, Ray and vLLM load only for a configuration that can run.
         from verl_like.trainer.supervised.run_supervised import run_supervised
 
-        sys.exit(run_supervised(config, template))
+        raise SystemExit(run_supervised(config, template))

@@ -73,7 +73,7 @@ class TrainingLoop(abc.ABC):
         """Copies the training state, which is written while training goes on; returns the folder of a checkpoint."""
         self.recorder.commit_checkpoint(wait=True)  # the one before
         folder = begin(self.recorder.run_dir, self.global_step)
-        save_training(self.trained, folder, wait=False)
+        save_training(self.trained, folder)
         return folder
 
     def state(self) -> dict[str, Any]:

@@ -117,8 +117,8 @@ class RunConfig(ConfigModel):
 
     @property
     def num_steps_of_run(self) -> int:
-        """Training steps after which a run is done and is not resumed."""
-        return 0
+        """Training steps after which a run is done and is not resumed; 0 as long as they are not known."""
+        return getattr(self.trainer, "total_training_steps", None) or 0
 
     @property
     def num_processes_of_run(self) -> int:

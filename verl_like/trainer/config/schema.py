@@ -258,11 +258,6 @@ class PPOConfig(RunConfig):
         return (*built_in, *self.reward_models_by_role, *self.custom_roles)
 
     @property
-    def num_steps_of_run(self) -> int:
-        assert self.trainer.total_training_steps is not None  # filled in when the inputs were checked
-        return self.trainer.total_training_steps
-
-    @property
     def num_processes_of_run(self) -> int:
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
 

@@ -46,10 +46,6 @@ class SupervisedConfig(RunConfig):
     def num_processes_of_run(self) -> int:
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
-    @property
-    def num_steps_of_run(self) -> int:
-        return self.trainer.total_training_steps or 0
-
 
 class SFTConfig(SupervisedConfig):
     """Of supervised fine-tuning."""
