@@ -282,14 +282,15 @@ class PPOTrainer:
                 template = worker_template.start(WORKERS)
                 cleanup.callback(template.close)
             inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
-            config, reference = inputs.config, inputs.role_worker_mapping[Role.RefPolicy]
-            # The actor may start with other weights than the reference.
-            reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
-            recorder = RunRecorder(config, PPO_DISPLAY)
-            cleanup.callback(recorder.close, "Ended.")
+            config = inputs.config
+            if reference := inputs.role_worker_mapping.get(Role.RefPolicy):
+                # The actor may start with other weights than the reference.
+                reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
             if not is_local:
                 start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
                 cleanup.callback(ray.shutdown)
+            recorder = RunRecorder(config, PPO_DISPLAY)
+            cleanup.callback(recorder.close, "Ended.")  # before Ray ends: workers may be writing a checkpoint
             trainer_class: Any = get_trainer()
             trainer_class = type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
             trainer = trainer_class.of(inputs, recorder)

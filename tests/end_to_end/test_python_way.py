@@ -99,13 +99,14 @@ def test_overrides_reach_all_of_the_training(monkeypatch: pytest.MonkeyPatch):
     rows = [{"text": "12+34=46"}, {"text": "5+5=10"}]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = ["actor_rollout_ref.actor.ptx_coef=0.5", "data.ptx_files=rows.jsonl", "data.ptx_batch_size=2"]
+    overrides += ["algorithm.use_kl_in_reward=false", "plugins=[own_plugin]"]
     Path("own_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [ppo_trainer.RayPPOTrainer])
-    trainer = make_trainer(NaiveStrategy(), overrides=[*overrides, "plugins=[own_plugin]"])
+    trainer = make_trainer(NaiveStrategy(), overrides=overrides)
     (row,) = trainer.fit(prompts, max_timesteps=1)
     assert row["actor/ptx_loss"] > 1.0  # nats per token: about log of the vocabulary's 15
-    assert row["plugin/steps"] == 1
+    assert row["plugin/steps"] == 1 and "actor/reward_kl_penalty" not in row
 
 
 def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
