@@ -310,7 +310,8 @@ def test_the_entry_point_prints_the_resolved_configuration(tmp_path: Path):
 def test_a_configuration_is_refused_before_torch_ray_or_vllm_are_imported():
     program = (
         "import json, sys\n"
-        "from verl_like.trainer.main_ppo import PPOConfig, broken_rules, config_from_command_line\n"
+        "from verl_like.trainer.config.command_line import config_from_command_line\n"
+        "from verl_like.trainer.main_ppo import PPOConfig, broken_rules\n"
         "try:\n"
         "    config_from_command_line(PPOConfig, broken_rules, ['trainer.save_frq=5'])\n"
         "except SystemExit as end:\n"
