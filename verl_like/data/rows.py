@@ -115,8 +115,9 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], place: str, options: Mapping[str, Any]
 ) -> str:
     """The text that the chat template makes of messages; raises ValueError, which names the row, where it fails."""
+    chat: Any = list(messages)
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # a template may raise anything
         raise ValueError(
             f"{place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
