@@ -59,7 +59,7 @@ def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(
         mask = batch["response_mask"][0].reshape(2, 12)
         assert mask.tolist() == [[0] * 9 + [1, 1, 1], [0] * 9 + [1, 1, 0]]
         assert batch["position_ids"][0, 13:].tolist() == [*range(12), 11]
-    place = f"{tmp_path / 'pairs.jsonl'}, row 0"
+    place = f"{tmp_path / 'rows.jsonl'}, row 0"
     assert dataset.longest == (13, place) and dataset.largest == (13 + 12, place) and dataset.last_tokens == {1}
 
 
