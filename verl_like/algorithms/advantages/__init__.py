@@ -2,7 +2,8 @@
 
 Shapes: B rows, R padded response length. An estimator returns advantages (B, R) and returns (B, R), both 0 where
 response_mask is 0 and without a gradient; it writes into none of its inputs. A row without any response token was
-skipped and counts in no statistic. Its inputs are given by parameter name; docs/algorithms.md lists them.
+skipped and counts in no statistic. Its inputs are given by parameter name: `INPUTS` and docs/algorithms.md say what
+they are.
 """
 
 from collections.abc import Collection, Mapping

@@ -23,16 +23,7 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_dr_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage for each response, at every one of its tokens.
-
-    Args:
-        token_level_rewards: (B, R) float.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-
-    Returns:
-        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
-    """
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns."""
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     advantages = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
     return advantages, advantages

@@ -29,14 +29,7 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whitened advantages, and returns, (B, R) float each, 0 where the mask is 0.
-
-    Args:
-        token_level_rewards, values: (B, R) float.
-        response_mask: (B, R) bool or 0/1.
-        gamma: discount per token.
-        lam: lambda.
-    """
+    """Whitened advantages, and returns, (B, R) float each; `gamma` is the discount per token, `lam` lambda."""
     with torch.no_grad():
         valid = response_mask.bool()
         advantages, returns = torch.empty_like(values), torch.empty_like(values)

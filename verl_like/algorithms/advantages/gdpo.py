@@ -71,21 +71,9 @@ def compute_gdpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage for each response, at every one of its tokens.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
 
-    Args:
-        scores_by_reward: (B, R) float for each reward, by its name.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-        options: which rewards, with which weights.
-        epsilon: added to each standard deviation.
-        norm_adv_by_std_in_grpo: False leaves the division by it out.
-
-    Returns:
-        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
-
-    Raises:
-        ValueError: a reward that the run does not have.
+    `epsilon` is added to each standard deviation. Raises ValueError for a reward that the run does not have.
     """
     keys = options.gdpo_reward_keys
     options.require_rewards(scores_by_reward)

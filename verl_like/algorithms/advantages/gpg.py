@@ -30,18 +30,10 @@ def compute_gpg_outcome_advantage(
     alpha: float | None = None,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage for each response, at every one of its tokens.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
 
-    Args:
-        token_level_rewards: (B, R) float.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-        f_norm: divides the advantages.
-        alpha: None computes it from the batch.
-        epsilon, config: not read; verl has them.
-
-    Returns:
-        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    `f_norm` divides the advantages; None computes `alpha` from the batch. verl has `epsilon` and `config`, which are
+    not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     row_advantages = groups.scores_above(groups.mean()) / f_norm

@@ -29,18 +29,9 @@ def compute_grpo_passk_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage for each response, at every one of its tokens.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
 
-    Args:
-        token_level_rewards: (B, R) float.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-        epsilon: added to the standard deviation.
-        norm_adv_by_std_in_grpo: False leaves the division out.
-        config: not read.
-
-    Returns:
-        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    `epsilon` is added to the standard deviation. verl has `config`, which is not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
 

@@ -23,18 +23,9 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_max_rl_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage for each response, at every one of its tokens.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
 
-    Args:
-        token_level_rewards: (B, R) float, whose sum is at least 0 in every row.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-
-    Returns:
-        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
-
-    Raises:
-        ValueError: a score below 0: a mean below 0 would turn the advantages' signs round.
+    Raises ValueError for a score below 0: a mean below 0 would turn the advantages' signs round.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     if (groups.scores < 0).any():

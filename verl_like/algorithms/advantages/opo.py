@@ -25,16 +25,9 @@ def compute_opo_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage for each response, at every one of its tokens.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
 
-    Args:
-        token_level_rewards: (B, R) float.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-        epsilon, config: not read; verl has them.
-
-    Returns:
-        The advantages (B, R), 0 where the mask is 0, twice: there are no separate returns.
+    verl has `epsilon` and `config`, which are not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     lengths = groups.valid.sum(dim=-1).double()

@@ -48,15 +48,9 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each, 0 where the mask is 0.
+    """Advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
 
-    Args:
-        token_level_rewards, old_log_probs, sum_pi_squared: (B, R) float.
-        response_mask: (B, R) bool or 0/1.
-        index: (B,) hashable objects, equal for the rows of one prompt.
-        rollout_is_weights: (B, R) float; None counts as 1.
-        handle_zero_tail: no baseline at a position where no other row of the group has a token.
-        epsilon: added to each weight W.
+    With `handle_zero_tail` there is no baseline at a position where no other row of the group has a token.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     valid = groups.valid

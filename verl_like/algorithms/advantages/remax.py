@@ -24,14 +24,9 @@ def compute_remax_outcome_advantage(
     response_mask: torch.Tensor,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each, 0 where the mask is 0.
+    """Advantages and returns, (B, R) float each. verl has `config`, which is not read.
 
-    Args:
-        token_level_rewards: (B, R) float.
-        reward_baselines: (B,) float, the total reward of the greedy response to the row's prompt; NaN where it was
-            skipped: the row has no baseline then, and its advantages are 0.
-        response_mask: (B, R) bool or 0/1.
-        config: not read; verl has it.
+    Where the greedy response was skipped, the baseline is NaN: the row's advantages are 0.
     """
     valid = response_mask.bool()
     rewards = zero_masked(token_level_rewards, valid)

@@ -3,8 +3,8 @@
 Shapes: B rows, R padded response length. A loss has verl's signature. It returns a scalar, this micro-batch's share of
 the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R), averaged over the selected tokens; (B,),
 averaged over the rows that have tokens; or a number or 0-d tensor, the mean of this micro-batch, weighted by its
-tokens. In the formulas L is the loss of a token and A its advantage. A loss's inputs are given by parameter name;
-docs/algorithms.md lists them.
+tokens. In the formulas L is the loss of a token and A its advantage. A loss's inputs are given by parameter name:
+`INPUTS` and docs/algorithms.md say what they are.
 """
 
 from collections.abc import Mapping

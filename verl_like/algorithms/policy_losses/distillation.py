@@ -58,17 +58,7 @@ def compute_policy_loss_distillation(
     teacher_log_prob: torch.Tensor,
     options: DistillationOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R).
-
-    Args:
-        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
-        response_mask: (B, R) bool or 0/1.
-        loss_agg_mode: see `agg_loss`.
-        config: the clip range and the counts of the mini-batch.
-        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
-        teacher_log_prob: (B, R) float, the teacher's log-probabilities of the same tokens.
-        options: what the policy learns from beside the teacher.
-    """
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
 
     def surrogate(advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return compute_policy_loss_vanilla(

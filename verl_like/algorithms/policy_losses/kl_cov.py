@@ -68,17 +68,7 @@ def compute_policy_loss_kl_cov(
     selected_tokens: torch.Tensor,
     options: KlCovOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metric by token, (B, R).
-
-    Args:
-        old_log_prob, log_prob, advantages: (B, R) float; the gradient flows into log_prob.
-        response_mask: (B, R) bool or 0/1.
-        loss_agg_mode: see `agg_loss`.
-        config: the counts of the mini-batch.
-        rollout_is_weights: (B, R) float, factors of the token losses; None = 1.
-        selected_tokens: (B, R) bool, from `KlCovOptions.select_tokens`.
-        options: the weight of the penalty.
-    """
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     distance = log_ratio.abs()
