@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -99,6 +100,21 @@ def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     return thread
+
+
+def kill_driver(process: subprocess.Popen) -> None:
+    """Kills a run's own process and waits until those of its workers have ended, which they do by themselves.
+
+    Ray's agents would look for another minute.
+    """
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    agents = {each.pid for each in psutil.process_iter(["cmdline"]) if "Agent" in str(each.info["cmdline"])}
+    process.kill()
+    _, left = psutil.wait_procs([each for each in family if each.pid not in agents], timeout=60)
+    assert not left, left
+    for agent in [each for each in family if each.pid in agents]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent.kill()
 
 
 def num_steps_logged(folder: Path) -> int:

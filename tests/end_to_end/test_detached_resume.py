@@ -5,10 +5,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from runs import AHEAD, APART, GRPO, metrics_of, tiny_run_settings
+from runs import AHEAD, APART, GRPO, kill_driver, metrics_of, tiny_run_settings
 from test_interruptions import wait_for_call, wait_for_steps
 from test_resume import tensors_of
 
@@ -35,9 +34,7 @@ def kill_in(method: str, folder: Path, settings: list[str]) -> checkpoint.Checkp
     killed = start(folder, settings)
     wait_for_steps(folder, killed, num_rows=3)
     wait_for_call(folder, killed, method)
-    family = [*psutil.Process(killed.pid).children(recursive=True), psutil.Process(killed.pid)]
-    killed.kill()
-    psutil.wait_procs(family, timeout=60)
+    kill_driver(killed)
     (run_dir,) = (folder / "runs").glob("2*")
     newest, damages = checkpoint.newest(run_dir)
     assert newest and 1 <= newest.step < NUM_STEPS and not damages

@@ -64,18 +64,18 @@ def assert_nothing_is_left(processes: list[psutil.Process], within_s: float = 30
     assert not alive, f"still running: {[(p.pid, p.name()) for p in alive]}"
 
 
-def wait_for_call(folder: Path, process: subprocess.Popen, method: str) -> None:
-    """Until a worker runs the method, which the title of its process says; "ray.init": until Ray starts."""
+def wait_for_call(folder: Path, process: subprocess.Popen, method: str) -> psutil.Process | None:
+    """A worker as soon as it runs the method, which the title of its process says; "ray.init": until Ray starts."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         assert process.poll() is None, (folder / "err").read_text()
         assert time.monotonic() < deadline, (folder / "out").read_text()
         if method == "ray.init" and "Starting Ray" in (folder / "out").read_text():
-            return
+            return None
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "".join(child.cmdline()[:1]).endswith(f" {method}"):
-                    return
+                    return child
 
 
 def assert_interrupted(folder: Path, process: subprocess.Popen, number: signal.Signals) -> None:

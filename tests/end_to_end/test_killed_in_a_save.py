@@ -1,127 +1,129 @@
 """A run that is killed at any operation on the file system of a save goes on as if it had not been, in one process."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_sft import config_in, model_path, numbers_of
+from kill_points import die_at, in_a_fork
+from test_sft import config_in, model_path, numbers_of, run_here, trainer_in
 
-from verl_like.single_controller.local import LocalWorkerGroup
-from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer import checkpoint
 from verl_like.trainer.resume import find_run
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised import run_supervised
-from verl_like.trainer.supervised.config import SFTConfig
-from verl_like.trainer.supervised.trainer import SupervisedTrainer
-from verl_like.workers.supervised import SFTWorker
+from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 
 assert model_path  # a fixture
 STEPS = ["trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=-1"]
-OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync"}
+SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 
 
-def trainer_of(config: SFTConfig) -> SupervisedTrainer:
-    """A trainer whose worker is in this process, of a new run or of the one that goes on."""
-    inputs = run_supervised.check_inputs(config, None)
-    worker = RayClassWithInitArgs(SFTWorker, *run_supervised.worker_arguments(config))
-    recorder = RunRecorder(config, run_supervised.KINDS[SFTConfig].display, find_run(config)[0])
-    group = LocalWorkerGroup(worker, role="model")
-    trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
-    trainer.init_workers()
-    return trainer
-
-
-def finish(config: SFTConfig) -> None:
-    trainer = trainer_of(config)
-    trainer.fit()
-    trainer.recorder.close("Done.")
-
-
-def train_and_die(config: SFTConfig, operation: int, last: int) -> None:
-    """A process dies at an operation after the save of the second step began, or at last when that is committed."""
-    trainer, count = trainer_of(config), 0
-
-    def die(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in OPERATIONS and (event != "open" or "global_step" in str(arguments[0])):
-            count += 1
-            if count == operation:
-                os.write(last, f"{event} {Path(arguments[0]).name if arguments else ''}".encode())
-                os._exit(9)
-
-    save, next_step, fsync = trainer.save, trainer.next_step, os.fsync
+def train_and_die(config: SupervisedConfig, step: int, operation: int | str, killed_at: Path) -> None:
+    """A process is killed at an operation after the save of the step began, or ends when that is committed."""
+    trainer = trainer_in(config)
+    save, next_step, recorder = trainer.save, trainer.next_step, trainer.recorder
 
     def save_and_count() -> Path:
-        if trainer.global_step == 2:
-            trainer.recorder.commit_checkpoint(wait=True)  # that of the first step
-            sys.addaudithook(die)
+        if trainer.global_step == step:
+            recorder.commit_checkpoint(wait=True)  # that of the step before
+            die_at(operation, killed_at, within="global_step")
         return save()
 
     def next_step_or_end() -> dict[str, float]:
-        if trainer.global_step == 3:
-            trainer.recorder.commit_checkpoint(wait=True)
+        if trainer.global_step > step:
+            recorder.commit_checkpoint(wait=True)
             os._exit(0)
         return next_step()
 
-    os.fsync = lambda descriptor: (sys.audit("os.fsync"), fsync(descriptor))[1]  # Python has no audit event for it
     trainer.save, trainer.next_step = save_and_count, next_step_or_end
     trainer.fit()
 
 
-def in_a_fork(action: Callable[..., None], *arguments: Any) -> int:
-    """The exit code of the action in a process of its own."""
-    if process := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    action(*arguments)
-    os._exit(0)
+def kill_and_continue(parent: Path, model_path: str, name: str, step: int, *operations: str) -> None:
+    """A run for each operation of the save of a step, or for those named, and one that is not killed.
 
-
-def kill_and_continue(parent: Path, model_path: str) -> None:
-    """A run for each operation, and one that is not killed; in a process that itself has run nothing."""
-    assert in_a_fork(finish, config_in(parent / "whole", model_path, *STEPS)) == 0
-    code = 9
-    while code == 9:
-        folder = parent / str(len(list(parent.iterdir())))
-        config = config_in(folder, model_path, *STEPS)
-        with open(folder / "killed_at", "wb") as file:
-            code = in_a_fork(train_and_die, config, int(folder.name), file.fileno())
-        assert code in (0, 9)
+    In a process that itself has run nothing, because it forks.
+    """
+    whole = config_in(parent / "whole", model_path, *STEPS, schema=SCHEMAS[name])
+    assert in_a_fork(run_here, whole) == 0
+    code, number = -signal.SIGKILL, 0
+    while code == -signal.SIGKILL and number < (len(operations) or 1000):
+        operation, number = operations[number] if operations else number + 1, number + 1
+        (folder := parent / str(number)).mkdir()
+        config = whole.updated({"trainer.default_local_dir": f"{folder}/runs"})
+        code = in_a_fork(train_and_die, config, step, operation, folder / "killed_at")
+        assert code in (-signal.SIGKILL, 0)
         run, _ = find_run(config)
-        assert run
-        (folder / "restored").write_text(str(run.checkpoint.step))
-        run.lock.close()
-        assert in_a_fork(finish, config) == 0
+        (folder / "restored").write_text(str(run.checkpoint.step if run else None))
+        if run:
+            run.lock.close()
+        if run or not checkpoint.steps(folder / "runs/latest"):
+            assert in_a_fork(run_here, config) == 0
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_at_any_operation_of_a_save_is_continued_bit_for_bit(tmp_path: Path, model_path: str):
-    parent = tmp_path / "runs"
-    parent.mkdir()
+def killed_at_each(parent: Path, *arguments: str) -> tuple[list[str], list[str]]:
+    """`kill_and_continue`; where each run was killed and which step was restored. All have the same numbers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, __file__, str(parent), model_path], check=True, env=environment, timeout=1700)
+    subprocess.run([sys.executable, __file__, str(parent), *arguments], check=True, env=environment, timeout=1700)
     expected = parent / "whole/runs/latest/global_step_3"
     operations, restored = [], []
     for number in range(1, len(list(parent.iterdir()))):
         folder = parent / str(number)
         operations.append((folder / "killed_at").read_text())
-        restored.append(int((folder / "restored").read_text()))
+        restored.append((folder / "restored").read_text())
         assert numbers_of(folder) == numbers_of(parent / "whole"), operations
-        (run_dir,) = (folder / "runs").glob("2*")
-        assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_3"]
-        for file in expected.rglob("*.safetensors"):
-            assert (run_dir / "global_step_3" / file.relative_to(expected)).read_bytes() == file.read_bytes(), (
-                operations
-            )
+        files = {file.relative_to(expected) for file in expected.rglob("*.safetensors")}
+        last = folder / "runs/latest/global_step_3"
+        assert {file.relative_to(last) for file in last.rglob("*.safetensors")} == files, operations
+        assert all((last / file).read_bytes() == (expected / file).read_bytes() for file in files), operations
+        assert checkpoint.read(last).step == 3
+    return operations, restored
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_at_any_operation_of_a_save_is_continued_bit_for_bit(tmp_path: Path, model_path: str):
+    operations, restored = killed_at_each(tmp_path, model_path, "sft", "2")
     # It is the second step's checkpoint that counts as soon as its folder has its name.
     named = operations.index("os.rename global_step_2.partial") + 1
-    assert restored == [1] * named + [2] * (len(restored) - named)
+    assert restored == ["1"] * named + ["2"] * (len(restored) - named)
     assert named > 20 and len(restored) - named > 5, list(zip(operations, restored, strict=True))
+    for run_dir in tmp_path.glob("[0-9]*/runs/2*"):
+        assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_3"]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_at_any_operation_of_its_last_save_is_continued_or_complete(
+    tmp_path: Path, model_path: str
+):
+    operations, restored = killed_at_each(tmp_path, model_path, "sft", "3")
+    named = operations.index("os.rename global_step_3.partial") + 1
+    assert restored == ["2"] * named + ["None"] * (len(restored) - named)
+    assert any("model.safetensors" in operation for operation in operations[:named]), operations
+    assert all(len(list(folder.glob("2*"))) == 1 for folder in tmp_path.glob("*/runs"))
+
+
+@pytest.mark.proof
+def test_a_run_that_is_killed_before_its_first_checkpoint_has_its_name_is_begun_anew(tmp_path: Path, model_path: str):
+    _, restored = killed_at_each(tmp_path, model_path, "sft", "1", "os.rename global_step_1.partial")
+    dead, new = sorted((tmp_path / "1/runs").glob("2*"))
+    assert restored == ["None"] and (tmp_path / "1/runs/latest").resolve() == new
+    assert [path.name for path in dead.glob("global_step_*")] == ["global_step_1.partial"]
+    assert (dead / "global_step_1.partial/manifest.json").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["rm", "dpo"])
+def test_a_run_that_is_killed_as_a_checkpoint_gets_its_name_is_continued_bit_for_bit(
+    name: str, tmp_path: Path, model_path: str
+):
+    points = ["os.rename global_step_2.partial", "os.rename global_step_1"]
+    operations, restored = killed_at_each(tmp_path, model_path, name, "2", *points)
+    assert (operations, restored) == (points, ["1", "2"])
 
 
 if __name__ == "__main__":
-    kill_and_continue(Path(sys.argv[1]), sys.argv[2])
+    parent, model, name, step, *operations = sys.argv[1:]
+    kill_and_continue(Path(parent), model, name, int(step), *operations)

@@ -57,28 +57,34 @@ def config_in(folder: Path, model_path: str, *settings: str, schema: type[Superv
     return load_config(schema, broken_supervised_rules, [*own, "trainer.total_training_steps=6", *settings])
 
 
-def run_here(config: SupervisedConfig, last_step: int | None = None) -> None:
-    """A run in this process, which is interrupted in the middle of the step after `last_step`."""
+def trainer_in(config: SupervisedConfig) -> SupervisedTrainer:
+    """A trainer whose worker is in this process, of a new run or of the one that goes on."""
     inputs, kind = check_inputs(config, None), KINDS[type(config)]
     config = inputs.config
     group = LocalWorkerGroup(RayClassWithInitArgs(kind.worker, *worker_arguments(config)), 1, role="model")
     recorder = RunRecorder(config, kind.display, find_run(config)[0])
     trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
     trainer.init_workers()
-    collate = inputs.train_dataset.collate
+    return trainer
+
+
+def run_here(config: SupervisedConfig, last_step: int | None = None) -> None:
+    """A run in this process, which is interrupted in the middle of the step after `last_step`."""
+    trainer = trainer_in(config)
+    collate = trainer.train_dataset.collate
 
     def collate_or_end(rows: list[int]) -> DataProto:
         if trainer.global_step - 1 == last_step:
             raise KeyboardInterrupt
         return collate(rows)
 
-    inputs.train_dataset.collate = collate_or_end
+    trainer.train_dataset.collate = collate_or_end
     if last_step is None:
         trainer.fit()
     else:
         with pytest.raises(KeyboardInterrupt):
             trainer.fit()
-    recorder.close("Done.")
+    trainer.recorder.close("Done.")
 
 
 def numbers_of(folder: Path) -> list[dict[str, float]]:

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kill_points import die_at, in_a_fork
 from runs import APART, tiny_run_settings
 
 from verl_like.trainer import checkpoint, run_recorder
@@ -182,6 +185,55 @@ def test_the_record_is_on_the_disk_before_the_checkpoint_that_counts_on_it(
     run_until(1, config_with())
     before = synced[: synced.index("manifest.json.partial")]
     assert {"metrics.jsonl", "timeline.jsonl", "config.yaml.partial", "inputs.json.partial"} <= {*before}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("num_steps", [0, 3], ids=["new", "continued"])
+def test_a_run_that_is_killed_at_any_operation_until_its_next_checkpoint_loses_none(
+    num_steps: int, config_with: Callable, tmp_path: Path
+):
+    own = config_with("trainer.max_ckpt_to_keep=2")
+
+    def config_in(folder: Path) -> PPOConfig:
+        return own.updated({"trainer.default_local_dir": str(folder)})
+
+    def train_and_die(config: PPOConfig, operation: int, killed_at: Path) -> None:
+        die_at(operation, killed_at, within=str(tmp_path))
+        run_until(num_steps or 1, config)
+
+    (before := tmp_path / "before").mkdir()
+    if num_steps:
+        folder = run_until(num_steps, config_in(before))
+        (folder / f"global_step_{num_steps}/weights").write_text("damaged")
+        for name in ("global_step_1.old.partial", "global_step_4.partial"):
+            (folder / name).mkdir()
+    code, operations, continued = -signal.SIGKILL, [], []
+    while code == -signal.SIGKILL:
+        runs, killed_at = tmp_path / str(len(operations)), tmp_path / f"killed_at_{len(operations)}"
+        shutil.copytree(before, runs, symlinks=True)
+        config = config_in(runs)
+        code = in_a_fork(train_and_die, config, len(operations) + 1, killed_at)
+        operations.append(killed_at.read_text())
+        run, _ = find_run(config)
+        continued.append(run.checkpoint.step if run else 0)
+        if run:
+            run.lock.close()
+        folder = run_until(4, config)
+        assert not run or folder == run.run_dir
+        rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert rows == [1, 2, 3, 4, 5] and checkpoint.steps(folder) == [3, 4], operations
+        assert not list(folder.glob("*.partial")), operations
+    named = operations.index(f"os.rename global_step_{num_steps or 1}.partial") + 1
+    first = max(0, num_steps - 1)
+    assert code == 0 and continued == [first] * named + [first + 1] * (len(operations) - named)
+    assert named > 20
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_in_nobodys_way(config_with: Callable, tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / f"runs/.latest.{os.getpid()}").symlink_to("of_another")
+    folder = run_until(1, config_with())
+    assert (tmp_path / "runs/latest").resolve() == folder
 
 
 def test_latest_is_the_run_that_is_continued(config_with: Callable):

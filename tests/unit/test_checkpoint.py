@@ -2,11 +2,12 @@
 
 import json
 import os
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kill_points import die_at, in_a_fork
 
 from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import DamagedCheckpoint
@@ -33,45 +34,26 @@ def test_files_that_workers_have_written_are_not_read_again_and_have_to_be_seen(
     assert files["shard"] == digest and files["generated"]["bytes"] == 9
 
 
-def in_a_fork_that_dies_at(operation: int, action: Callable[[], None]) -> bool:
-    """Whether the action came to its end before it used as many operations of the file system."""
-    if process := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-    count = 0
-
-    def die(event: str, arguments: tuple) -> None:
-        nonlocal count
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.fsync"):
-            count += 1
-            if count == operation:
-                os._exit(9)
-
-    fsync = os.fsync  # Python has no audit event for it
-    os.fsync = lambda descriptor: (sys.audit("os.fsync"), fsync(descriptor))[1]
-    sys.addaudithook(die)
-    action()
-    os._exit(0)
-
-
 def test_a_save_that_dies_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path):
-    operation, ended, found = 0, False, []
-    while not ended:
+    operation, code, found = 0, -signal.SIGKILL, []
+    while code == -signal.SIGKILL:
         operation += 1
         run_dir = tmp_path / str(operation)
         run_dir.mkdir()
         save(run_dir, 1)
 
-        def save_the_next(run_dir: Path = run_dir) -> None:
+        def save_the_next(operation: int = operation, run_dir: Path = run_dir) -> None:
+            die_at(operation, run_dir / "killed_at")
             save(run_dir, 2)
             checkpoint.keep(run_dir, 1)
 
-        ended = in_a_fork_that_dies_at(operation, save_the_next)
+        code = in_a_fork(save_the_next)
         newest, damages = checkpoint.newest(run_dir)
         assert newest and newest.state == {"kl_coef": newest.step / 10} and not damages
         found.append(newest.step)
         save(run_dir, 3)  # what the dead one left is in nobody's way
         assert checkpoint.newest(run_dir)[0].step == 3
-    assert found == sorted(found) and found[0] == 1 and found[-1] == 2
+    assert code == 0 and found == sorted(found) and found[0] == 1 and found[-1] == 2
     assert operation > 20 and found.count(2) > 3
     assert checkpoint.steps(run_dir) == [2, 3]
 

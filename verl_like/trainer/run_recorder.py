@@ -280,5 +280,6 @@ def _new_run_dir(parent: Path) -> Path:
 def _link_latest(run_dir: Path) -> None:
     """Makes `latest`, beside the run, a link to it."""
     link = run_dir.parent / f".latest.{os.getpid()}"
+    link.unlink(missing_ok=True)  # of a killed process with this number
     link.symlink_to(run_dir.name)
     link.replace(run_dir.parent / "latest")
