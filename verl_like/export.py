@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 
-from verl_like.workers.models.lora import merge, trained_parameters
+from verl_like.workers.models.lora import is_adapter, merge, trained_parameters
+from verl_like.workers.models.pretrained import save_weights
 
 ADAPTER = "adapter_config.json"
 """peft's settings, in a checkpoint that has an adapter alone."""
@@ -58,7 +59,7 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
             partial = Path(folder, out.name)
-            hf.save_pretrained(partial, state_dict=weights)
+            save_weights(hf, weights, partial)
             # The dtype in config.json is that of `hf`.
             settings = shutil.ignore_patterns("*.safetensors", "config.json", ADAPTER)
             shutil.copytree(checkpoint, partial, ignore=settings, dirs_exist_ok=True)
@@ -97,7 +98,8 @@ def merged_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str
             f"{checkpoint} has an adapter of {settings.base_model_name_or_path}, which cannot be read ({error}): "
             "put that model there."
         ) from error
-    return {name: parameter.detach().to(hf.dtype) for name, parameter in merged.named_parameters()}
+    heads = {name: weight.to(hf.dtype) for name, weight in adapter.items() if not is_adapter(name)}
+    return heads | {name: parameter.detach().to(hf.dtype) for name, parameter in merged.named_parameters()}
 
 
 def read_weights(

@@ -1,4 +1,4 @@
-"""Fine-tuning, a reward model and DPO: whole runs, in one process and on Ray, and those that are continued."""
+"""Fine-tuning, a reward model, DPO and ILQL: whole runs, in one process and on Ray, and those that are continued."""
 
 import json
 import random
@@ -23,6 +23,7 @@ from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.supervised.config import (
     DPOConfig,
+    ILQLConfig,
     RMConfig,
     SFTConfig,
     SupervisedConfig,
@@ -48,7 +49,7 @@ def config_in(folder: Path, model_path: str, *settings: str, schema: type[Superv
     rows = []
     for a, b in pairs:
         row = {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "response": str(a + b)}
-        rows.append(json.dumps(row | {"chosen": str(a + b), "rejected": f"{a}{b}", "margin": 0.1 * a}))
+        rows.append(json.dumps(row | {"chosen": str(a + b), "rejected": f"{a}{b}", "margin": 0.1 * a, "score": a - b}))
     (folder / "train.jsonl").write_text("\n".join(rows[:33]))
     (folder / "val.jsonl").write_text("\n".join(rows[33:]))
     own = [f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/val.jsonl", f"model.path={model_path}"]
@@ -95,7 +96,7 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize("schema", [SFTConfig, pytest.param(RMConfig, marks=pytest.mark.proof), DPOConfig])
+@pytest.mark.parametrize("schema", [SFTConfig, pytest.param(RMConfig, marks=pytest.mark.proof), DPOConfig, ILQLConfig])
 def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
     schema: type[SupervisedConfig], tmp_path: Path, model_path: str
 ):
@@ -106,11 +107,12 @@ def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
     assert whole == parts and [row["step"] for row in whole] == list(range(7))
     losses = [row["val-core/loss"] for row in whole if "val-core/loss" in row]
     assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
-    models = [
-        load_file(tmp_path / name / "runs/latest/global_step_6/model/huggingface/model.safetensors")
-        for name in ("whole", "parts")
-    ]
-    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+    folder = "runs/latest/global_step_6/model/huggingface"
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole" / folder).rglob("*.safetensors")]
+    assert len(files) == 1 + (schema is ILQLConfig)
+    for file in files:
+        models = [load_file(tmp_path / name / file) for name in ("whole", "parts")]
+        assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
 
 
 def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path: Path, model_path: str):
@@ -136,6 +138,7 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path: Path, mo
         (SFTConfig, AutoModelForCausalLM),
         pytest.param(RMConfig, AutoModelForSequenceClassification, marks=pytest.mark.proof),
         pytest.param(DPOConfig, AutoModelForCausalLM, marks=pytest.mark.proof),
+        pytest.param(ILQLConfig, AutoModelForCausalLM, marks=pytest.mark.proof),
     ],
 )
 def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(

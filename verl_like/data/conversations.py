@@ -123,6 +123,19 @@ class ConversationDataset:
         return DataProto.from_dict(tensors | further)
 
 
+class ScoredDataset(ConversationDataset):
+    """Rows of `ConversationDataset` with a further field `score`, a finite number."""
+
+    what = "scored conversation"
+
+    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+        conversations, _ = super().read(record, place)
+        score = record.get("score")
+        if type(score) not in (int, float) or not abs(score) < 1e30:  # of NaN too
+            raise bad_row(place, "field 'score'", score, "a finite number")
+        return conversations, {"score": float(score)}
+
+
 def messages_of(record: Any, place: str) -> list[Message]:
     """The messages of a row. Raises ValueError for a row of another form."""
     expected = "messages, prompt and response, or text"

@@ -1,14 +1,21 @@
-"""Models that learn from examples: a language model from conversations, a reward model and DPO's policy from pairs."""
+"""Models that learn from examples: a language model from conversations, a reward model and DPO's policy from pairs, and
+ILQL's model from scored conversations."""
 
 from typing import ClassVar
 
 import torch
 
+from verl_like.algorithms.ilql import ilql_losses
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.engine import ForwardFsdpConfig
-from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig, TrainingConfig
+from verl_like.workers.config.supervised import (
+    DPOTrainingConfig,
+    ILQLTrainingConfig,
+    SupervisedModelConfig,
+    TrainingConfig,
+)
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
@@ -22,12 +29,13 @@ from verl_like.workers.engine.mini_batches import (
     update,
 )
 from verl_like.workers.model_worker import TrainedWorker
-from verl_like.workers.models.packed_models import PolicyModel, RewardModel
+from verl_like.workers.models.ilql import ILQLModel
+from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import MicroBatching, num_rows_per_rank
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
-COLUMNS_READ = (*SEQUENCE_COLUMNS, "margin?")
+COLUMNS_READ = (*SEQUENCE_COLUMNS, "margin?", "score?")
 
 
 class SupervisedWorker(TrainedWorker):
@@ -159,6 +167,47 @@ class DPOWorker(SupervisedWorker):
         beta, loss = self.training.beta, DPO_LOSSES[self.training.loss_type]
         losses_B = loss(chosen_B - rejected_B, beta, self.training.label_smoothing)
         return losses_B, preference_metrics(beta * chosen_B, beta * rejected_B)
+
+
+class ILQLWorker(SupervisedWorker):
+    """One rank of a language model with Q and V heads, which learn from scored conversations."""
+
+    model_class = ILQLModel
+    prefix = "ilql"
+    training: ILQLTrainingConfig
+
+    def build_model(self, with_weights: bool) -> PackedModel:
+        """With heads that `seed` decides where the model's folder has none."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.new_head_seed or 0)
+            return super().build_model(with_weights)
+
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
+    def update_model(self, data: DataProto) -> DataProto:
+        """An optimizer step, after which the target heads move towards the others by `training.polyak` of the way."""
+        result = super().update_model(data)
+        parameters = dict(self.engine.named_parameters())
+        with torch.no_grad():
+            for name, target in parameters.items():
+                if name.startswith("heads.target_"):
+                    target.add_(parameters[name.replace("target_", "")] - target, alpha=self.training.polyak)
+        return result
+
+    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the configuration."""
+        settings, packed = self.training, self.engine.pack(micro)
+        columns = [packed.unpack(scored) for scored in self.engine.run(packed)]
+        terms = ilql_losses(
+            *columns,
+            scores=micro["score"],
+            mask=micro["response_mask"],
+            gamma=settings.gamma,
+            expectile=settings.expectile,
+            awac_beta=settings.awac_beta,
+        )
+        losses = terms["td"] + terms["value"] + settings.cql_coef * terms["cql"] + settings.lm_coef * terms["lm"]
+        metrics = {f"{name}_loss": term for name, term in terms.items()}
+        return losses, metrics | dict(zip(("target_q", "value"), columns[-2:], strict=True))
 
 
 def _means(values: dict[str, torch.Tensor], micro: Rows) -> MicroMetrics:

@@ -23,7 +23,7 @@ class RecordConfig(ConfigModel):
     project_name: str = "verl_like"
     """Groups runs in trackers and in the output folder."""
     experiment_name: Annotated[str, Follows("${name_of_trainer:}")]
-    """Names the run in trackers and in the output folder: by default ppo, detached, sft, rm or dpo."""
+    """Names the run in trackers and in the output folder: by default ppo, detached, sft, rm, dpo or ilql."""
     logger: Annotated[tuple[Logger, ...], BeforeValidator(list_of_one), Strict(False)] = ("console",)
     """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and metrics.jsonl are always on."""
     default_local_dir: Annotated[str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")]

@@ -7,7 +7,12 @@ from pydantic import Field
 
 from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
 from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
-from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig, TrainingConfig
+from verl_like.workers.config.supervised import (
+    DPOTrainingConfig,
+    ILQLTrainingConfig,
+    SupervisedModelConfig,
+    TrainingConfig,
+)
 
 
 class ExamplesConfig(ConfigModel):
@@ -15,7 +20,7 @@ class ExamplesConfig(ConfigModel):
 
     train_files: Annotated[Strings, Field(min_length=1)]
     """Training rows: one file or a list of files (parquet, JSON, JSONL). Conversations have messages, or prompt and
-    response; pairs have prompt, chosen and rejected."""
+    response, for ILQL also score; pairs have prompt, chosen and rejected."""
     val_files: Strings = ()
     """Validation rows: one file or a list of files; none means no validation."""
     max_length: PositiveInt = 2048
@@ -65,6 +70,14 @@ class DPOConfig(SupervisedConfig):
     base_name: ClassVar[str] = "dpo_trainer"
 
     training: DPOTrainingConfig = DPOTrainingConfig()
+
+
+class ILQLConfig(SupervisedConfig):
+    """Of implicit language Q-learning."""
+
+    base_name: ClassVar[str] = "ilql_trainer"
+
+    training: ILQLTrainingConfig = ILQLTrainingConfig()
 
 
 def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from verl_like.data.conversations import ConversationDataset
+from verl_like.data.conversations import ConversationDataset, ScoredDataset
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
@@ -18,13 +18,13 @@ from verl_like.trainer.display import Display
 from verl_like.trainer.machine import check_machine
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
-from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig, SupervisedConfig
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import check_sequence_length, empty_model, fetch_weights, load_tokenizer
 from verl_like.workers.planning.partition import require_shares_of_heads
-from verl_like.workers.supervised import DPOWorker, RMWorker, SFTWorker, SupervisedWorker
+from verl_like.workers.supervised import DPOWorker, ILQLWorker, RMWorker, SFTWorker, SupervisedWorker
 
 
 def display_of(prefix: str, unit: str) -> Display:
@@ -43,6 +43,8 @@ def display_of(prefix: str, unit: str) -> Display:
             ("Validation", ("val-core/",), ""),
             ("Loss", (f"{prefix}/loss",), unit),
             ("Rewards", tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin")), ""),
+            ("Terms of the loss", tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm")), unit),
+            ("Q and V", (f"{prefix}/target_q", f"{prefix}/value"), "score"),
             ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),
             ("Gradient norm", (f"{prefix}/grad_norm",), ""),
             ("Seconds a step", ("timing_s/step",), "s"),
@@ -63,6 +65,7 @@ KINDS: dict[type[SupervisedConfig], Kind] = {
     SFTConfig: Kind(SFTWorker, ConversationDataset, display_of("sft", "nats per learned token")),
     RMConfig: Kind(RMWorker, PreferenceDataset, display_of("rm", "nats per pair")),
     DPOConfig: Kind(DPOWorker, PreferenceDataset, display_of("dpo", "per pair")),
+    ILQLConfig: Kind(ILQLWorker, ScoredDataset, display_of("ilql", "per learned token")),
 }
 
 

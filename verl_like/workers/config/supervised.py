@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_like.config_model import ConfigModel, Follows, PositiveInt
+from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
 from verl_like.workers.config.engine import OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import PolicyModelConfig, TrainingDtype
 
@@ -48,3 +48,20 @@ class DPOTrainingConfig(TrainingConfig):
     """How near the policy stays to the reference: beta of DPO, tau of IPO."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Of dpo: probability that a label is wrong."""
+
+
+class ILQLTrainingConfig(TrainingConfig):
+    """How a batch of scored conversations becomes an optimizer step of ILQL (arXiv:2206.11871)."""
+
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount from a learned token to the next."""
+    expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """Which expectile of Q over the tokens of the data V is, tau in the paper: 0.5 is the mean, near 1 the greatest."""
+    polyak: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Part of the way that the target heads move in a training step."""
+    cql_coef: NonNegativeFloat = 0.1
+    """Weight of the term that lowers Q of the tokens that are not in the data (CQL, arXiv:2006.04779)."""
+    lm_coef: NonNegativeFloat = 1.0
+    """Weight of the language-model loss."""
+    awac_beta: NonNegativeFloat = 0.0
+    """A token's language-model loss weighs exp(awac_beta (Q - V)) (AWAC, arXiv:2006.09359); 0 is behaviour cloning."""

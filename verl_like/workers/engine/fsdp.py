@@ -25,7 +25,7 @@ from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
-from verl_like.workers.models.lora import merge, trained_parameters, without_adapter
+from verl_like.workers.models.lora import is_adapter, merge, trained_parameters, without_adapter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
 from verl_like.workers.models.pretrained import (
@@ -33,6 +33,7 @@ from verl_like.workers.models.pretrained import (
     decoder_layers,
     load_tokenizer,
     save_settings,
+    save_weights,
 )
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
@@ -225,6 +226,7 @@ class FsdpEngine(TrainingEngine):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from trained_parameters(self.model.hf)
+        yield from self.model.heads.named_parameters("heads")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -278,8 +280,9 @@ class FsdpEngine(TrainingEngine):
             hf = self.model.hf
             if settings:
                 hf = merge(type(hf), hf.config, settings, kept)
-                kept = {name: parameter.detach().to(dtype) for name, parameter in hf.named_parameters()}
-            hf.save_pretrained(path, state_dict=kept)
+                kept = {name: value.to(dtype) for name, value in kept.items() if not is_adapter(name)}
+                kept |= {name: parameter.detach().to(dtype) for name, parameter in hf.named_parameters()}
+            save_weights(hf, kept, Path(path))
             save_settings(hf, self.tokenizer, dtype, path)  # last: transformers writes the dtype of `hf`
 
     def _state(self) -> dict[str, torch.Tensor]:

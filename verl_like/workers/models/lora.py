@@ -100,8 +100,8 @@ def merge(
     hf = model_class.from_pretrained(settings.base_model_name_or_path, config=config, dtype=torch.float32)
     tuner: Any = LoraModel(hf, settings, "default")
     parameters = dict(trained_parameters(hf))
-    assert parameters.keys() == adapter.keys(), "an adapter of other settings"
+    assert parameters.keys() == set(filter(is_adapter, adapter)), "an adapter of other settings"
     with torch.no_grad():
-        for name, value in adapter.items():
-            parameters[name].copy_(value)
+        for name, parameter in parameters.items():
+            parameter.copy_(adapter[name])
     return tuner.merge_and_unload()

@@ -27,6 +27,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.heads = nn.ModuleDict()  # besides the model's own
         self.saving: AbstractContextManager = nullcontext()  # where autograd keeps what the backbone's backward needs
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
@@ -51,7 +52,7 @@ class PolicyModel(PackedModel):
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
-        self.logit_scale, self.softcap = _changes_of_logits(hf)
+        self.logit_scale, self.softcap = changes_of_logits(hf)
 
     def forward(
         self, packed: PackedBatch, temperature: float, with_entropy: bool = False, with_sum_pi_squared: bool = False
@@ -72,7 +73,7 @@ class PolicyModel(PackedModel):
         )
 
 
-def _changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
+def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     """What the model multiplies its head's output by, and the bound of its logits, or None.
 
     Raises ValueError for a head that is not one matrix, or logits that are changed in another way.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
@@ -28,6 +29,9 @@ from verl_like.workers.models.lora import add_adapter
 
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
 """The key of the teacher's model: only its path is its own, its other settings are the policy's."""
+
+HEADS_FILE = "heads/model.safetensors"
+"""In a model's folder, the heads besides the model's own."""
 
 
 def model_setting(key: str, name: str) -> str:
@@ -246,6 +250,15 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
                     "knows: set actor_rollout_ref.model.tokenizer_path to a folder that transformers reads as its "
                     "tokenizer.json says."
                 )
+
+
+def save_weights(hf: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes the weights for transformers and vLLM, and those of further heads to `HEADS_FILE`, which these leave."""
+    heads = {name: weights.pop(name) for name in list(weights) if name.startswith("heads.")}
+    hf.save_pretrained(folder, state_dict=weights)
+    if heads:
+        (folder / HEADS_FILE).parent.mkdir(exist_ok=True)
+        save_file({name.removeprefix("heads."): weight for name, weight in heads.items()}, folder / HEADS_FILE)
 
 
 def save_settings(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str) -> None:
