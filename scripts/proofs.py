@@ -1,7 +1,7 @@
 """Runs what proves and takes long, the tests marked `proof`, in two processes: `make proofs`.
 
-Prints one line a proof and writes them to docs/proofs.md. `make proofs CHOSEN="-k resume"` runs those that these arguments
-of pytest choose and leaves the rows of the others as they are. A test tells what it measured by
+Prints one line a proof and writes them to docs/proofs.md. `make proofs CHOSEN="-k resume"` runs those that these
+arguments of pytest choose and leaves the rows of the others as they are. A test tells what it measured by
 `record_property("result", ...)`.
 """
 
@@ -47,7 +47,8 @@ def main() -> int:
     code = pytest.main([*options, *(chosen or [str(ROOT / "tests")])], plugins=[report])
     earlier = [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:] if chosen else []
     rows = {row.removeprefix("| ").split(" | ")[0]: row for row in earlier} | report.rows
-    head = f"# Proofs\n\nWhat proves and takes long, as `make proofs` ran it, each on its commit. Last run: {date.today()}.\n\n"
+    about = "What proves and takes long, as `make proofs` ran it, each on its commit."
+    head = f"# Proofs\n\n{about} Last run: {date.today()}.\n\n"
     table = "\n".join(["| what | result | took | commit |", "|---|---|---|---|", *sorted(rows.values())])
     PAGE.write_text(f"{head}{table}\n")
     return code
