@@ -39,6 +39,8 @@ from verl_like.workers.models.packed_models import value_head
 
 TEXT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template for a tokenizer that has none."""
+ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
+"""How `fit` trains, whatever the learning rate and the weight decay are."""
 
 
 class LocalTrainer(RayPPOTrainer):
@@ -107,7 +109,7 @@ class Critic(Model):
 
 
 class RewardModel(Model):
-    """A reward model: `pretrained`, or a critic's model with a head that scores the last token."""
+    """A reward model: `pretrained`, or a critic's model with its head, but for a bias, to score the last token."""
 
     auto_class = AutoModelForSequenceClassification
 
@@ -143,14 +145,7 @@ class Strategy:
             yield
 
     def prepare(self, *given: Any) -> Any:
-        """Returns the models and (model, optimizer) pairs as they are, for `fit` places them.
-
-        Raises ValueError for an optimizer that is not AdamW as `fit` has it.
-        """
-        for optimizer in [pair[1] for pair in given if isinstance(pair, tuple)]:
-            kinds = {(group.get("betas"), group.get("eps")) for group in optimizer.param_groups}
-            if not isinstance(optimizer, torch.optim.AdamW) or kinds != {((0.9, 0.999), 1e-8)}:
-                raise ValueError(f"{optimizer}: fit trains by torch's AdamW with its own betas and eps; give that")
+        """Returns the models and (model, optimizer) pairs as they are, for `fit` places them."""
         return given if len(given) > 1 else given[0]
 
     def save_model(self, model: Model, path: str, only_rank0: bool = True) -> None:
@@ -220,6 +215,8 @@ class PPOTrainer:
         experience_batch_size: prompts of a timestep of `fit`.
         max_length: most tokens of prompt and response together.
         overrides: further keys of docs/config.md, each `key=value`.
+
+    Raises ValueError for optimizers that are not AdamW with its defaults.
     """
 
     def __init__(
@@ -260,7 +257,9 @@ class PPOTrainer:
             "reward_model.enable": reward_model is not None,
         }
         for key, model, optimizer in (("actor_rollout_ref.actor", "", actor_optim), ("critic", ".model", critic_optim)):
-            group, fsdp = optimizer.param_groups[0], f"{key}{model}.fsdp_config"
+            (group, *others), fsdp = optimizer.param_groups, f"{key}{model}.fsdp_config"
+            if type(optimizer) is not torch.optim.AdamW or others or not ADAMW.items() <= group.items():
+                raise ValueError(f"{optimizer}: fit trains by torch's AdamW, one group of parameters with {ADAMW}")
             self.settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
             self.settings |= {f"{fsdp}.{part}_offload": strategy.offload for part in ("param", "optimizer")}
             self.settings[f"{fsdp}.strategy"] = strategy.name

@@ -129,10 +129,16 @@ def test_what_cannot_be_is_refused():
             Critic()
         actor = Actor(config=config)
     optimizer = AdamW(actor.parameters())
-    with pytest.raises(ValueError, match="fit trains by torch's AdamW"):
-        strategy.prepare((actor, SGD(actor.parameters(), lr=1.0)))
-    with pytest.raises(ValueError, match="fit trains by torch's AdamW"):
-        strategy.prepare((actor, AdamW(actor.parameters(), betas=(0.9, 0.95))))
+    critic = Critic(config=config)
+    first, *rest = critic.parameters()
+    for wrong in (
+        SGD(critic.parameters(), lr=1.0),
+        AdamW(critic.parameters(), betas=(0.9, 0.95)),
+        AdamW(critic.parameters(), amsgrad=True),
+        AdamW([{"params": [first]}, {"params": rest, "weight_decay": 0.0}]),
+    ):
+        with pytest.raises(ValueError, match="fit trains by torch's AdamW, one group of parameters with"):
+            PPOTrainer(strategy, actor, critic, None, actor, optimizer, wrong, tokenizer=tokenizer)
     assert strategy.prepare((actor, optimizer)) == (actor, optimizer)
     with pytest.raises(ValueError, match="leave it True"):
         strategy.save_model(actor, "actor", only_rank0=False)
