@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named_or_refused(config_with: Calla
     (folder / "global_step_1/weights").unlink()
     run, notes = find_run(config_with())
     assert run is None and len(notes) == 2
-    with pytest.raises(ValueError, match=r"global_step_2/weights is not .*global_step_1/weights is missing"):
+    with pytest.raises(ValueError, match=r"global_step_2/weights is not .*global_step_1/weights cannot be read"):
         find_run(config_with("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"))
 
 

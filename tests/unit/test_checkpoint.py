@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -58,18 +59,37 @@ def test_a_save_that_dies_at_any_operation_leaves_the_old_checkpoint_or_the_new_
     assert checkpoint.steps(run_dir) == [2, 3]
 
 
+def unreadable(path: Path) -> None:
+    """Puts a file in its place that can be opened, of which nothing can be read: memory from address 0."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "actor/checkpoint/shard.safetensors").write_text("weights of actor at 1"),
          r"actor/checkpoint/shard.safetensors is not as it was written: 21 bytes"),
         (lambda folder: os.truncate(folder / "critic/checkpoint/shard.safetensors", 5), "critic.* 5 bytes"),
-        (lambda folder: (folder / "critic/checkpoint/shard.safetensors").unlink(), "critic.* is missing"),
+        (lambda folder: (folder / "critic/checkpoint/shard.safetensors").unlink(), "critic.*No such file"),
+        (lambda folder: unreadable(folder / "critic/checkpoint/shard.safetensors"),
+         r"critic/checkpoint/shard.safetensors cannot be read \(.*Input/output error"),
+        (lambda folder: unreadable(folder / "manifest.json"), r"manifest.json cannot be read \(.*Input/output error"),
         (lambda folder: (folder / "actor/checkpoint/other.safetensors").touch(), "other.* is not in the manifest"),
         (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text(
-            (folder / "manifest.json").read_text().replace('"format": 1', '"format": 7')), "has format 7"),
+        (lambda folder: replace(folder / "manifest.json", '"format": 2', '"format": 7'), "has format 7"),
+        (lambda folder: replace(folder / "manifest.json", '"kl_coef": 0.2', '"kl_coef": 0.6'),
+         "manifest.json is not as it was written"),
+        (lambda folder: replace(folder / "manifest.json", '"bytes"', '"cytes"'), "is not as it was written"),
+        (lambda folder: replace(folder / "manifest.json", '"sha256": "', '"sha257": "'), "is not as it was written"),
+        (lambda folder: shutil.copy(folder.parent / "global_step_1/manifest.json", folder), "or of another folder"),
     ],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_found(
@@ -102,6 +122,18 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_warned_of(tmp_path: Path, c
     assert checkpoint.steps(tmp_path) == [1, 2] and "An old checkpoint is not removed" in caplog.text
 
 
+def test_a_manifest_with_a_bit_flipped_is_named(tmp_path: Path):
+    save(tmp_path, 2)
+    manifest = tmp_path / "global_step_2/manifest.json"
+    written = manifest.read_bytes()
+    for bit in range(0, 8 * len(written), 7):
+        flipped = bytearray(written)
+        flipped[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(flipped)
+        newest, (damage,) = checkpoint.newest(tmp_path, hashes=False)
+        assert newest is None and damage.startswith(str(manifest)), bit
+
+
 def test_what_a_save_or_a_removal_left_is_removed_and_nothing_else(tmp_path: Path):
     save(tmp_path, 1)
     for name in ("global_step_2.partial", "global_step_3.old.partial", "global_step_4", "global_step_5.damaged"):
@@ -124,7 +156,7 @@ def test_every_folder_of_a_checkpoint_is_on_the_disk_before_its_name(tmp_path: P
 def test_a_checkpoint_names_every_file_with_its_hash(tmp_path: Path):
     save(tmp_path, 4, text="x")
     manifest = json.loads((tmp_path / "global_step_4/manifest.json").read_text())
-    assert manifest["format"] == 1 and manifest["step"] == 4 and manifest["state"] == {"kl_coef": 0.4}
+    assert manifest["format"] == 2 and manifest["step"] == 4 and manifest["state"] == {"kl_coef": 0.4}
     assert manifest["files"].keys() == {f"{role}/checkpoint/shard.safetensors" for role in ("actor", "critic")}
     sha256 = "f1f5c8e452ab460e8304c882b7518052358621276b3ce7c058c89ad68bcb7d90"  # of sha256sum
     assert manifest["files"]["actor/checkpoint/shard.safetensors"] == {"bytes": 15, "sha256": sha256}

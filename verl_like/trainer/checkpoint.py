@@ -3,11 +3,13 @@
 `global_step_N/` holds the training state of the roles, which their workers write while training goes on, and
 `manifest.json`:
 
-    {"format": 1, "step": N, "created": "<UTC>", "state": {...}, "files": {"actor/...": {"bytes": ..., "sha256": ...}}}
+    {"format": 2, "step": N, "created": "<UTC>", "state": {...}, "files": {"actor/...": {"bytes": ..., "sha256": ...}},
+     "sha256": <of the JSON of the rest>}
 
 Nothing in a checkpoint is a pickle: tensors are safetensors, the rest is JSON.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -125,7 +127,7 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
     for path in filter(Path.is_dir, partial.rglob("*")):
         _sync_folder(path)
-    write(partial / MANIFEST, json.dumps(manifest, indent=1))
+    write(partial / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
     folder = folder_of_step(partial.parent, step)
     if folder.exists():
         remove(folder)
@@ -151,20 +153,23 @@ def read(folder: Path, *, hashes: bool = True) -> Checkpoint:
 
     Raises DamagedCheckpoint, naming the first file that is not as it was written.
     """
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(path.read_text())
         version, step, state, files = (manifest[name] for name in ("format", "step", "state", "files"))
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it was not written to its end.") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{folder / MANIFEST} cannot be read ({error}).") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error}).") from error
     if version != FORMAT:
-        raise DamagedCheckpoint(f"{folder / MANIFEST} has format {version}; this version reads format {FORMAT}.")
+        raise DamagedCheckpoint(f"{path} has format {version}; this version reads format {FORMAT}.")
+    if manifest.pop("sha256", None) != _digest(manifest) or folder.name != folder_of_step(folder, step).name:
+        raise DamagedCheckpoint(f"{path} is not as it was written, or of another folder.")
     for name, expected in files.items():
         path = folder / name
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{path} is missing.")
-        if (found := file_digest(path) if hashes else expected | {"bytes": path.stat().st_size}) != expected:
+        try:
+            found = file_digest(path) if hashes else expected | {"bytes": path.stat().st_size}
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read ({error}).") from error
+        if found != expected:
             raise DamagedCheckpoint(
                 f"{path} is not as it was written: {found['bytes']} bytes with sha256 {found['sha256'][:12]}..., the "
                 f"manifest says {expected['bytes']} with {expected['sha256'][:12]}..."
@@ -223,6 +228,10 @@ def set_aside(run_dir: Path, after: int) -> None:
         damaged = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(damaged, ignore_errors=True)
         os.rename(folder, damaged)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
