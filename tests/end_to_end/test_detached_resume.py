@@ -10,6 +10,7 @@ import torch
 from runs import AHEAD, APART, GRPO, kill_driver, metrics_of, tiny_run_settings
 from test_interruptions import wait_for_call, wait_for_steps
 from test_resume import tensors_of
+from test_resume_after_kill import wait_for_file
 
 from verl_like.trainer import checkpoint
 
@@ -21,6 +22,8 @@ SIDES = {
     "2 trainers": [*PPO, "detached.num_trainers=2"],
 }
 NUM_STEPS = 12
+# The part of a rank that is there, of a checkpoint that is not complete yet.
+WRITTEN = "global_step_*.partial/actor/checkpoint/*.safetensors"
 
 
 def start(folder: Path, settings: list[str]) -> subprocess.Popen:
@@ -29,11 +32,14 @@ def start(folder: Path, settings: list[str]) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
 
 
-def kill_in(method: str, folder: Path, settings: list[str]) -> checkpoint.Checkpoint:
-    """Kills a run while a worker runs the method, after a few steps; returns its newest checkpoint."""
+def kill_in(phase: str, folder: Path, settings: list[str]) -> checkpoint.Checkpoint:
+    """Kills a run after a few steps, in a method of a worker or when a file is there; returns its newest checkpoint."""
     killed = start(folder, settings)
     wait_for_steps(folder, killed, num_rows=3)
-    wait_for_call(folder, killed, method)
+    if phase == WRITTEN:
+        wait_for_file(folder / "runs/latest", killed, phase)
+    else:
+        wait_for_call(folder, killed, phase)
     kill_driver(killed)
     (run_dir,) = (folder / "runs").glob("2*")
     newest, damages = checkpoint.newest(run_dir)
@@ -60,13 +66,11 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return settings, folder
 
 
-@pytest.mark.parametrize(
-    "method", ["generate_sequences", "update_actor", "export_weights", "load_weights", "save_checkpoint"]
-)
-def test_a_run_that_is_killed_is_continued_bit_for_bit(method: str, whole: tuple[list[str], Path], tmp_path: Path):
+@pytest.mark.parametrize("phase", ["generate_sequences", "update_actor", "export_weights", "load_weights", WRITTEN])
+def test_a_run_that_is_killed_is_continued_bit_for_bit(phase: str, whole: tuple[list[str], Path], tmp_path: Path):
     settings, folder = whole
     settings = [*settings, f"trainer.default_local_dir={tmp_path}/runs"]
-    newest = kill_in(method, tmp_path, settings)
+    newest = kill_in(phase, tmp_path, settings)
     assert start(tmp_path, settings).wait(timeout=300) == 0, (tmp_path / "err").read_text()
     output = (tmp_path / "out").read_text()
     assert f"Continuing {newest.folder.parent} after step {newest.step}." in output
@@ -81,7 +85,7 @@ def test_a_run_that_is_killed_is_continued_bit_for_bit(method: str, whole: tuple
 def test_above_staleness_0_what_was_begun_is_given_out_again_and_no_prompt_is_lost(
     tmp_path: Path, tiny_llama: Callable
 ):
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.save_freq=2"]
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.save_freq=1"]
     settings += ["detached.experience_batch_size=1", f"trainer.total_training_steps={NUM_STEPS}"]
     newest = kill_in("generate_sequences", tmp_path, settings)
     ledger = newest.state["ledger"]

@@ -37,17 +37,21 @@ def start(tmp_path: Path) -> Iterator[Callable[[], DetachedRecord]]:
         record.recorder.console.close()
 
 
-def do_step(record: DetachedRecord, index: int, step: int, is_last_to_do_it: bool) -> None:
-    """A trainer does a step and saves its part of a checkpoint."""
-    partial = checkpoint.partial_of_step(record.recorder.run_dir, step)
+def do_step(
+    record: DetachedRecord, index: int, step: int, is_last_to_do_it: bool, *, writes: int | None = None
+) -> None:
+    """A trainer does a step and saves its part of a checkpoint; by then that of `writes` is written, or this one."""
+    written = step if writes is None else writes
+    partial = checkpoint.partial_of_step(record.recorder.run_dir, written)
     file = partial / f"actor/checkpoint/rank_{index}.safetensors"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{index} {step}")
-    saved = {"files": {str(file.relative_to(partial)): file_digest(file)}}
-    saved["ledger"] = {"next_number": 4 * step} if is_last_to_do_it else None
+    saved = {"ledger": {"next_number": 4 * step} if is_last_to_do_it else None}
     metrics = {"actor/loss": Metric.mean(step + index), "timing_s/step": Metric.max(1.0)}
     report = SideRecorder(f"trainer_{index}", node="")
     report.rows.append((step, metrics, 5.0, saved))
+    if written:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{index} {written}")
+        report.files.append((written, {str(file.relative_to(partial)): file_digest(file)}))
     record.add(report.name, report)
 
 
@@ -102,9 +106,31 @@ def test_a_step_is_written_and_saved_when_all_trainers_have_done_it_and_its_vali
     assert checkpoint.steps(run_dir) == [1, 2], "the last one is complete when its validation is written"
     validate(record, 3)
     record.log()
+    record.begin_checkpoint()
     record.commit_checkpoint()
     assert rows_of(record) == [*expected, (3, 3.0)] and checkpoint.steps(run_dir) == [1, 2, 3]
     assert checkpoint.read(checkpoint.folder_of_step(run_dir, 3)).state["validated"] == 3
+    record.recorder.lock.close()
+
+
+def test_a_checkpoint_that_is_written_during_the_next_step_is_that_of_its_step(start: Callable[[], DetachedRecord]):
+    record = start()
+    run_dir = record.recorder.run_dir
+    do_step(record, 0, 1, True, writes=0)
+    do_step(record, 1, 1, False, writes=0)
+    record.log()
+    length = (run_dir / "metrics.jsonl").stat().st_size
+    do_step(record, 0, 2, True, writes=1)
+    record.log()
+    assert rows_of(record) == [(1, 1.5)] and not checkpoint.steps(run_dir), "one trainer has not written its part"
+    do_step(record, 1, 2, False, writes=1)
+    record.log()
+    assert rows_of(record) == [(1, 1.5), (2, 2.5)] and checkpoint.steps(run_dir) == [1]
+    whole = checkpoint.read(checkpoint.folder_of_step(run_dir, 1))
+    assert whole.state["ledger"] == {"next_number": 4} and whole.state["files"]["metrics.jsonl"] == length
+    (checkpoint.partial_of_step(run_dir, 2) / "actor").mkdir(parents=True)
+    record.recorder.close("Stopped.")  # before the second one is written
+    assert checkpoint.steps(run_dir) == [1] and not list(run_dir.glob("*.partial"))
     record.recorder.lock.close()
 
 

@@ -85,7 +85,7 @@ class PendingCheckpoint:
     state: dict[str, Any]
     groups: Mapping[str, WorkerGroup]
     written: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """`files` of workers that others drive."""
+    """`files` of workers that others drive, once all of them are on the disk."""
     _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
     """What the ranks of each group answer to the question whether they have written."""
 

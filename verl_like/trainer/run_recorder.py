@@ -173,12 +173,7 @@ class RunRecorder:
         self.is_ending = True  # no more: a handler must not print while the console does
 
     def begin_checkpoint(
-        self,
-        partial: Path,
-        step: int,
-        state: dict[str, Any],
-        groups: Mapping[str, WorkerGroup],
-        written: Mapping[str, dict[str, Any]] | None = None,
+        self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
         """Keeps the state of a step whose metrics are logged until `commit_checkpoint` finds its files written."""
         assert self.pending is None
@@ -188,7 +183,7 @@ class RunRecorder:
             files[Path(file.name).name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
         state = state | {"files": files, "shown": shown, "best": self.best}
-        self.pending = PendingCheckpoint(partial, step, state, groups, written or {})
+        self.pending = PendingCheckpoint(partial, step, state, groups)
 
     def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
         """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest that are too many.

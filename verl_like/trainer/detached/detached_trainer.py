@@ -52,6 +52,7 @@ class DetachedPPOTrainer(Side):
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
+        self.pending: PendingCheckpoint | None = None
 
     def fit(
         self,
@@ -91,6 +92,7 @@ class DetachedPPOTrainer(Side):
                 with self.recorder.timer("update"):
                     work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
                     updates.append(self.learner.learn(Experience(batch, work, {})))
+                    self.report_files(wait=False)  # while the update runs
                     if part < num_parts:
                         updates[-1].get()
             made = [self.buffer.metrics.popleft() for _ in range(len(self.buffer.metrics))]
@@ -116,10 +118,12 @@ class DetachedPPOTrainer(Side):
             if saved:
                 folder = partial_of_step(Path(self.config.trainer.default_local_dir), step)
                 with self.recorder.timer("save_checkpoint"):
+                    self.report_files(wait=True)  # of the one before
                     save_training(self.learner.trained, folder)
+                    self.pending = PendingCheckpoint(folder, step, {}, self.learner.trained)
                     if is_last:
                         save_models(self.learner.trained, folder)
-                saved["files"] = PendingCheckpoint(folder, step, {}, self.learner.trained).files(wait=True)
+                        self.report_files(wait=True)
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]
@@ -128,6 +132,12 @@ class DetachedPPOTrainer(Side):
             if is_last:
                 break
         return self.learner.version
+
+    def report_files(self, wait: bool) -> None:
+        """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""
+        if self.pending and (files := self.pending.files(wait)):
+            self.recorder.files.append((self.pending.step, files))
+            self.pending = None
 
     def start(self) -> None:
         """Starts the workers and loads the models."""

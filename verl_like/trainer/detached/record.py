@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
-from verl_like.trainer.checkpoint import partial_of_step
+from verl_like.trainer.checkpoint import PendingCheckpoint, partial_of_step
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.run_recorder import RunRecorder
@@ -25,6 +25,10 @@ class DetachedRecord:
         """The last one that is written."""
         self.saved: list[Mapping[str, Any]] = []
         """What each trainer saved after this step."""
+        self.files: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        """The files of the trainers that have written theirs, by the step."""
+        self.begun: PendingCheckpoint | None = None
+        """A checkpoint that the trainers write."""
         self.validations: dict[int, Mapping[str, Metric]] = {}
         """Those that are not written, by their version."""
         self.validated: int = resumed.state["validated"] if resumed else -1
@@ -42,14 +46,18 @@ class DetachedRecord:
                 self.validations[step] = metrics
             else:
                 self.rows[step].append((metrics, ended, saved))
+        for step, files in report.files:
+            self.files[step].append(files)
 
     def log(self) -> None:
         """Writes what is complete, after makers too have said how long they waited until then."""
         for step in [step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)]:
+            self.commit_checkpoint()  # the one before, which trainers wait for before they save again
             self.log_validations(step - 1)
             self.log_step(step)
             if self.saved and step < self.config.num_steps_of_run:
-                self.commit_checkpoint()
+                self.begin_checkpoint()
+        self.commit_checkpoint()
         self.log_validations(self.step)
 
     def log_validations(self, version: int) -> None:
@@ -68,13 +76,20 @@ class DetachedRecord:
         self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
         self.step, self.saved = step, [each for each in saved if each]
 
-    def commit_checkpoint(self) -> None:
-        """Makes what the trainers saved after the step written last its checkpoint."""
+    def begin_checkpoint(self) -> None:
+        """Keeps the state of the step written last, which the trainers saved, until their files are written."""
         (ledger,) = [each["ledger"] for each in self.saved if each["ledger"]]
-        written = {name: digest for each in self.saved for name, digest in each["files"].items()}
         state = {"ledger": ledger, "validated": self.validated}
-        self.recorder.begin_checkpoint(partial_of_step(self.recorder.run_dir, self.step), self.step, state, {}, written)
-        self.recorder.commit_checkpoint(wait=True)
+        self.recorder.begin_checkpoint(partial_of_step(self.recorder.run_dir, self.step), self.step, state, {})
+        self.begun, self.recorder.pending = self.recorder.pending, None  # else a run that ends now would complete it
+
+    def commit_checkpoint(self) -> None:
+        """Makes what was begun a checkpoint, if all trainers have written their files."""
+        if self.begun and len(self.files[self.begun.step]) == len(self.config.trainer_names):
+            parts = self.files.pop(self.begun.step)
+            self.begun.written = {name: digest for files in parts for name, digest in files.items()}
+            self.recorder.pending, self.begun = self.begun, None
+            self.recorder.commit_checkpoint(wait=True)
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
         """In which share of a step's `seconds`, until it `ended`, each side waited for others."""

@@ -341,4 +341,5 @@ class DetachedRun:
         self.loops = {name: self.actors[name].finish.remote(steps) for name in self.config.maker_names}
         self.restarts_left.clear()
         self.watch()
+        self.record.begin_checkpoint()
         self.record.commit_checkpoint()

@@ -52,8 +52,9 @@ class SideRecorder:
     events: deque[CallEvent] = field(default_factory=deque)
     rows: deque[tuple[int, Mapping[str, Metric], float, Mapping[str, Any] | None]] = field(default_factory=deque)
     """(training step, metrics, when it ended, what was saved after it) of a trainer, (version, metrics, when, None) of
-    a maker's validations. Saved are the `files` that its ranks wrote, see `PendingCheckpoint`, and the state of the
-    `ledger`, which the last trainer to do the step has."""
+    a maker's validations. Saved is the state of the `ledger`, which the last trainer to do the step has."""
+    files: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
+    """(training step, the files that the ranks of a trainer wrote of its checkpoint, see `PendingCheckpoint`)."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
     """(start, end) of waits for other sides. One that lasts is reported until now, and again in the next report."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -94,10 +95,11 @@ class SideRecorder:
         # The loop may add to them meanwhile.
         events = deque(self.events.popleft() for _ in range(len(self.events)))
         rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
+        files = deque(self.files.popleft() for _ in range(len(self.files)))  # those from before the rows among them
         phase, since = self.doing
         waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
         waits.extend(self.waits.popleft() for _ in range(len(self.waits)))
-        return replace(self, events=events, rows=rows, waits=waits, seconds={})
+        return replace(self, events=events, rows=rows, files=files, waits=waits, seconds={})
 
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
