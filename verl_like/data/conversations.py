@@ -1,7 +1,6 @@
 """Conversations to learn from, tokenised once, with the tokens that the model is to write marked."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,13 @@ class ConversationDataset:
 
     A row has `messages`, a list of {"role", "content"}, or `prompt` (text or messages) and `response` or `completion`
     (text or messages). The whole conversation goes through the tokenizer's chat template at once. What an assistant
-    writes begins where the template's generation prompt ends, and ends with the turn, its end token included. Or a row
-    has `text`, which goes through no template and is learned as a whole, from its second token on.
+    writes begins where the template's generation prompt ends, and ends with the turn, its end token included. No token
+    spans these places, so that the tokens before an answer are those of a prompt. Or a row has `text`, which goes
+    through no template and is learned as a whole, from its second token on.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
-        tokenizer: a fast one with a chat template, and a padding or an end-of-sequence token.
+        tokenizer: has a chat template, and a padding or an end-of-sequence token.
         max_length: limit of a conversation in tokens.
         overlong: what a longer one does: `error`, `drop`, or `truncate` at its end.
         max_samples: only the first rows, if it is not negative.
@@ -173,7 +173,7 @@ def tokens_of(
 
     Raises ValueError where the template changes earlier turns by later ones, or fails.
     """
-    text, spans = render(tokenizer, messages, place, template_kwargs), []
+    text, pieces = render(tokenizer, messages, place, template_kwargs), []
     for count, message in enumerate(messages):
         if message["role"] == "assistant" and count >= first:
             begun = render(tokenizer, messages[:count], place, {**template_kwargs, "add_generation_prompt": True})
@@ -184,14 +184,21 @@ def tokens_of(
                     "after its generation prompt, so its tokens in the conversation are not those that the model would "
                     "write; give the turns as rows of their own"
                 )
-            spans.append((len(begun), len(ended)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # A character belongs to an assistant where more of their texts have begun than ended.
-    change = np.zeros(len(text) + 1, dtype=np.int64)
-    for begin, end in spans:
-        change[begin] += 1
-        change[end] -= 1
-    is_learned = np.array(list(accumulate(change.tolist())), dtype=bool)
-    offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    learned = is_learned[offsets[:, 0]] & (offsets[:, 1] > offsets[:, 0])
-    return np.array(encoded["input_ids"], dtype=np.int64), learned
+            pieces += [(len(begun), False), (len(ended), True)]
+    ids, learned, before, begin = [], [], 0, 0
+    for end, is_learned in [*pieces, (len(text), False)]:
+        if end > begin:
+            texts = [text[before:begin], text[before:end], text[begin:end]]
+            previous, both, own = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            if both[: len(previous)] == previous:
+                own = both[len(previous) :]
+            elif tokenizer.decode(previous + own) != tokenizer.decode(both):
+                raise ValueError(
+                    f"{place}: a token spans character {begin} of the conversation, where what is learned begins or "
+                    "ends, and the tokenizer reads the text behind it in another way when it begins there; change the "
+                    "space around it in the row or the chat template"
+                )
+            ids += own
+            learned += [is_learned] * len(own)
+            before, begin = begin, end
+    return np.array(ids, dtype=np.int64), np.array(learned, dtype=bool)
