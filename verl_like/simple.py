@@ -35,7 +35,7 @@ from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.workers.models.packed_models import value_head
+from verl_like.workers.models.packed_models import head_name
 
 TEXT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template for a tokenizer that has none."""
@@ -105,7 +105,7 @@ class Critic(Model):
 
     @property
     def value_head(self) -> nn.Module:
-        return value_head(self.hf)
+        return self.hf.get_submodule(head_name(self.hf))
 
 
 class RewardModel(Model):

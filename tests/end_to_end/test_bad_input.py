@@ -234,6 +234,12 @@ def test_a_model_that_drops_activations_in_training_is_refused(refusal: Refusal)
     assert "set critic.model.override_config.attention_dropout=0.0" in message
 
 
+def test_what_gets_an_adapter_is_looked_for_in_the_critics_own_class(refusal: Refusal):
+    message = refusal("critic.model.lora_rank=2", "critic.model.target_modules=[q_proj,lm_head]")
+    assert "critic.model.target_modules=" in message
+    assert "LlamaForTokenClassification has no layer lm_head" in message
+
+
 def test_a_warm_up_of_the_critic_as_long_as_the_epochs_is_refused(refusal: Refusal):
     message = refusal("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.critic_warmup=2")
     assert "trainer.critic_warmup=2 is not less than the 2 training steps" in message

@@ -3,6 +3,7 @@
 import dataclasses
 import multiprocessing
 import os
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_worker_models import critic_config, local_group, make_batch, parameters_of, policy_config, write_model
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from verl_like.export import export
 from verl_like.protocol import DataProto
+from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
 from verl_like.trainer.memory import ModelSize
@@ -202,6 +204,9 @@ def test_a_copy_of_the_actor_computes_what_the_actor_does_with_the_adapter_and_w
     actor: LocalWorkerGroup, path: str
 ):
     copy, data = local_group(ActorCopyWorker, policy(path)), make_batch()
+    copy.workers[0].version = None  # as after a load that failed
+    with pytest.raises(WorkerError, match="no verified weights"):
+        copy.compute_ref_log_prob(data).get()
     copy.load_weights(actor.export_weights(version=7).get(), version=7)
     pairs = [(group.compute_log_prob(data).get(), group.compute_ref_log_prob(data).get()) for group in (actor, copy)]
     for (one, one_reference), (other, other_reference) in [pairs]:
@@ -233,6 +238,26 @@ def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path
     length = int(data.batch["response_mask"][0].sum())
     expected = model(input_ids=ids[None]).logits[0, -length - 1 : -1, 0]
     torch.testing.assert_close(values[0, :length], expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [("query_key_value",), "all-linear"])
+def test_a_critics_new_head_is_trained_by_any_name(targets: Any, path: str, tmp_path: Path):
+    shutil.copytree(path, tmp_path / "model")  # for its tokenizer
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_hidden_layers=2)).save_pretrained(tmp_path / "model")
+    config = with_adapter(critic_config(str(tmp_path / "model")), target_modules=targets)
+    critic = local_group(CriticWorker, config, seed=3)
+    name = "classifier.modules_to_save.default.weight"
+    before = parameters_of(critic.workers[0])
+    critic.update_critic(make_batch()).get()
+    assert (parameters_of(critic.workers[0])[name] - before[name]).abs().max() > 0.001
+    assert len(before) == 2 + 2 * 2 * (1 if targets != "all-linear" else 4)
+
+
+def test_a_teacher_has_no_adapter(path: str):
+    loss = {"loss_mode": "distillation", "teacher_path": "elsewhere"}
+    teacher = with_adapter(policy_config(path, policy_loss=loss)).teacher_model
+    assert (teacher.path, teacher.lora_rank) == ("elsewhere", 0)
 
 
 def trained_on_rank(rank: int, port: int, path: str, folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -35,6 +35,7 @@ from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, requir
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.packed_models import PolicyModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
@@ -196,7 +197,8 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         pretrained.fetch_weights(model, key=key)
         if isinstance(model, TrainedModelConfig) and model.lora_rank:
-            pretrained.empty_model(model, AutoModelForCausalLM, key=key)  # checks what gets an adapter
+            model_class = ValueModel if key == "critic.model" else PolicyModel
+            pretrained.empty_model(model, model_class.auto_class, key=key)  # checks what gets an adapter
     for key, hf_config in configs.items():
         if not key.startswith("reward_model"):
             size_key, size = sequence_parallel(config, Role.Critic if key == "critic.model" else Role.Actor)

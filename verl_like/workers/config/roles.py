@@ -120,7 +120,7 @@ class ActorRolloutRefConfig(ConfigModel):
     def teacher_model(self) -> PolicyModelConfig | None:
         """The model of the teacher, if the policy loss has the option `teacher_path`. The rest is the policy's."""
         path = (self.actor.policy_loss.model_extra or {}).get("teacher_path")
-        return self.model.model_copy(update={"path": path, "tokenizer_path": None}) if path else None
+        return self.model.model_copy(update={"path": path, "tokenizer_path": None, "lora_rank": 0}) if path else None
 
 
 class CriticModelConfig(TrainedModelConfig):

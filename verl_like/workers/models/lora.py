@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
+from verl_like.workers.models.packed_models import head_name
 
 
 def is_adapter(name: str) -> bool:
@@ -35,7 +36,7 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        modules_to_save=None if hf.can_generate() else ["score"],
+        modules_to_save=None if hf.can_generate() else [head_name(hf)],
         base_model_name_or_path=os.path.expanduser(config.path),
     )
 
@@ -72,14 +73,13 @@ def add_adapter(hf: PreTrainedModel, layers: Sequence[nn.Module], config: ModelC
 def without_adapter(hf: nn.Module) -> Iterator[None]:
     """Within it the model computes as the frozen one."""
     layers: list[Any] = [module for module in hf.modules() if hasattr(module, "lora_A")]
-    trained = {parameter: parameter.requires_grad for layer in layers for parameter in layer.parameters()}
-    for enabled in (False, True):
+    for layer in layers:
+        layer._disable_adapters = True  # enable_adapters changes requires_grad too, which FSDP2 must not see
+    try:
+        yield
+    finally:
         for layer in layers:
-            layer.enable_adapters(enabled)
-        for parameter, requires_grad in trained.items():  # which peft changes, and FSDP2 must not see
-            parameter.requires_grad_(requires_grad)
-        if not enabled:
-            yield
+            layer._disable_adapters = False
 
 
 def with_scale(

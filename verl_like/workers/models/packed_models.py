@@ -91,9 +91,9 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-def value_head(hf: PreTrainedModel) -> nn.Module:
-    """The head of a model for token classification, by the name that its class has for it."""
-    return hf.get_submodule("score" if hasattr(hf, "score") else "classifier")
+def head_name(hf: PreTrainedModel) -> str:
+    """The name that a model's class has for the head that is not a language model's."""
+    return "score" if hasattr(hf, "score") else "classifier"
 
 
 class ValueModel(PackedModel):
@@ -103,7 +103,7 @@ class ValueModel(PackedModel):
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
-        values = value_head(self.hf)(self.hidden_states(packed)[packed.scored])
+        values = self.hf.get_submodule(head_name(self.hf))(self.hidden_states(packed)[packed.scored])
         # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place operation.
         return values.squeeze(-1).to(torch.float32, copy=True)
 
