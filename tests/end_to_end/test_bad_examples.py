@@ -21,6 +21,8 @@ PAIRS = [RMConfig, DPOConfig]
 ALL = [SFTConfig, *PAIRS]
 LONG_ROPE = "rope_type: longrope, rope_theta: 1e4, factor: 4.0, original_max_position_embeddings: 20"
 LONG_ROPE += f", short_factor: {[1.0] * 16}, long_factor: {[2.0] * 16}"
+SHARED_BY_3 = ["training.ulysses_sequence_parallel_size=3", "trainer.n_gpus_per_node=3"]
+SHARED_BY_3 += ["ray_kwargs.ray_init.num_cpus=3"]
 CASES = [
     ([SFTConfig], {"question": "1+2", "answer": "3"}, [], "field 'prompt' is missing, .* the row has question, answer"),
     (PAIRS, {"question": "1+2", "answer": "3"}, [], "field 'chosen' is missing, .* the row has question, answer"),
@@ -43,6 +45,7 @@ CASES = [
     ),
     ([SFTConfig], LONG, ["training.max_token_len_per_gpu=20"], "the conversation has 33 tokens, more than the 20 of"),
     (PAIRS, LONG, ["training.max_token_len_per_gpu=40"], "the pair has 67 tokens, more than the 40 of a pass: raise"),
+    ([SFTConfig, DPOConfig], ROW, SHARED_BY_3, "parallel_size=3 does not divide the 4 attention heads of the model"),
     (ALL, ROW, ["model.lora_rank=4", "model.target_modules=[no_proj]"], "model.target_modules=.*no_proj"),
     (ALL, ROW, ["model.path=./no_model"], "model.path=./no_model: there is no model"),
 ]
