@@ -57,7 +57,7 @@ class Model(nn.Module):
     """A transformers model in host memory, in float32 and without dropout.
 
     It has the weights of `pretrained`, a folder or hub name, or random ones of `config`. Without both it is made as the
-    last model in `model_init_context` was.
+    last actor in `model_init_context` was.
     """
 
     auto_class: ClassVar[Any]
@@ -65,14 +65,16 @@ class Model(nn.Module):
 
     def __init__(self, pretrained: str | None = None, config: PretrainedConfig | None = None) -> None:
         super().__init__()
-        source = Model.source = pretrained or config or Model.source
+        source = pretrained or config or Model.source
         if source is None:
             raise ValueError(
-                f"{type(self).__name__}() names no model, and none was made before it: give pretrained=<folder or hub "
-                "name>, or config=<a configuration of transformers>"
+                f"{type(self).__name__}() names no model, and no actor was made before it: give pretrained=<folder or "
+                "hub name>, or config=<a configuration of transformers>"
             )
         made = AutoConfig.from_pretrained(source) if isinstance(source, str) else deepcopy(source)
-        if self.auto_class is not AutoModelForCausalLM:
+        if self.auto_class is AutoModelForCausalLM:
+            Model.source = source
+        else:
             made.num_labels = 1
         for name in [name for name, value in vars(made).items() if "drop" in name and isinstance(value, float)]:
             setattr(made, name, 0.0)
@@ -109,13 +111,18 @@ class Critic(Model):
 
 
 class RewardModel(Model):
-    """A reward model: `pretrained`, or a critic's model with its head, but for a bias, to score the last token."""
+    """A reward model: `pretrained`, or a critic's model with its head, of no bias, which scores the last token."""
 
     auto_class = AutoModelForSequenceClassification
 
     def __init__(self, model: Any = None, value_head: Any = None, *, pretrained: str | None = None) -> None:
         super().__init__(pretrained, model and model.config)
         if model is not None:
+            if value_head.bias is not None and value_head.bias.any():
+                raise ValueError(
+                    f"RewardModel: the value head has a bias of {value_head.bias.item()}, and a reward model's head "
+                    "has none: set it to 0, which moves all scores by as much"
+                )
             self.model.load_state_dict(model.state_dict())
             self.hf.get_submodule("score").load_state_dict({"weight": value_head.weight})
 
@@ -176,9 +183,12 @@ class Strategy:
                 "after fit, with only_rank0=False"
             )
         shutil.copytree(optimizer.state_folder, path, dirs_exist_ok=True)
+        for file in Path(path).glob("rank_*.safetensors"):
+            if not (optimizer.state_folder / file.name).exists():
+                file.unlink()  # of an earlier save, by more ranks
 
     def load_optimizer(self, optimizer: Any, path: str) -> None:
-        """Has `fit` start with what `save_optimizer` wrote, under any strategy."""
+        """Has `fit` start with the moments that `save_optimizer` wrote, under any strategy."""
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(f"load_optimizer: {path} has no safetensors file; give a folder that save_optimizer wrote")
         optimizer.state_folder = Path(path)
@@ -215,8 +225,6 @@ class PPOTrainer:
         experience_batch_size: prompts of a timestep of `fit`.
         max_length: most tokens of prompt and response together.
         overrides: further keys of docs/config.md, each `key=value`.
-
-    Raises ValueError for optimizers that are not AdamW with its defaults.
     """
 
     def __init__(
@@ -256,13 +264,6 @@ class PPOTrainer:
             "actor_rollout_ref.rollout.name": "hf",
             "reward_model.enable": reward_model is not None,
         }
-        for key, model, optimizer in (("actor_rollout_ref.actor", "", actor_optim), ("critic", ".model", critic_optim)):
-            (group, *others), fsdp = optimizer.param_groups, f"{key}{model}.fsdp_config"
-            if type(optimizer) is not torch.optim.AdamW or others or not ADAMW.items() <= group.items():
-                raise ValueError(f"{optimizer}: fit trains by torch's AdamW, one group of parameters with {ADAMW}")
-            self.settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
-            self.settings |= {f"{fsdp}.{part}_offload": strategy.offload for part in ("param", "optimizer")}
-            self.settings[f"{fsdp}.strategy"] = strategy.name
 
     def fit(
         self, dataset: Sequence[Any], num_episodes: int = 1, max_timesteps: int = 10, update_timesteps: int = 1
@@ -271,6 +272,8 @@ class PPOTrainer:
 
         An episode has `max_timesteps` timesteps, and every `update_timesteps` of them are a training step. Then models
         and optimizers have what was learnt. The run's folder is below `outputs/`. Returns its metrics by step.
+
+        Raises ValueError for what cannot be, such as an optimizer other than AdamW of all parameters with its defaults.
         """
         num_steps = num_episodes * max_timesteps // update_timesteps
         with contextlib.ExitStack() as cleanup:
@@ -282,9 +285,15 @@ class PPOTrainer:
                 cleanup.callback(template.close)
             inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
             config = inputs.config
+            equal = map(torch.equal, self.models["actor"].parameters(), self.models["ref"].parameters())
             if reference := inputs.role_worker_mapping.get(Role.RefPolicy):
                 # The actor may start with other weights than the reference.
                 reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
+            elif config.needs_reference and not all(equal):
+                raise ValueError(
+                    "the reference is the actor without its adapter, but initial_model has other weights: give "
+                    "deepcopy(actor), or actor_rollout_ref.model.lora_rank=0"
+                )
             if not is_local:
                 start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
                 cleanup.callback(ray.shutdown)
@@ -294,19 +303,32 @@ class PPOTrainer:
             trainer_class = type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
             trainer = trainer_class.of(inputs, recorder)
             trainer.init_workers()
-            for role, optimizer in self.optimizers.items():
-                if hasattr(optimizer, "state_folder"):
-                    trainer.groups[role].load_checkpoint(str(optimizer.state_folder), with_model=False)
+            for role, group in trainer.trained.items():
+                if folder_before := getattr(self.optimizers[role], "state_folder", None):
+                    group.load_checkpoint(str(folder_before), optimizer_only=True)
             trainer.fit()
-            for role, optimizer in self.optimizers.items():
-                saved = folder_of_step(recorder.run_dir, num_steps) / role
+            for role in trainer.trained:
+                saved = folder_of_step(recorder.run_dir, config.num_steps_of_run) / role
                 export(saved, folder / f"trained_{role}", "float32")
                 self.strategy.load_model(self.models[role], f"{folder}/trained_{role}")
-                optimizer.state_folder = saved / "checkpoint"
+                self.optimizers[role].state_folder = saved / "checkpoint"
         return [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def write_inputs(self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int) -> PPOConfig:
         """Writes models and prompts; returns the configuration of a run on them."""
+        settings = dict(self.settings)
+        for role, key, model_key in ((Role.Actor, "actor_rollout_ref.actor", ""), (Role.Critic, "critic", ".model")):
+            optimizer, parameters = self.optimizers[role], {*self.models[role].parameters()}
+            (group, *others), fsdp = optimizer.param_groups, f"{key}{model_key}.fsdp_config"
+            is_whole = {*group["params"]} == parameters and all(parameter.requires_grad for parameter in parameters)
+            if type(optimizer) is not torch.optim.AdamW or others or not (is_whole and ADAMW.items() <= group.items()):
+                raise ValueError(
+                    f"{optimizer}: fit trains all parameters of the {role} as one group by torch's AdamW with {ADAMW}: "
+                    "give AdamW(model.parameters(), ...), and freeze none"
+                )
+            settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
+            settings |= {f"{fsdp}.{part}_offload": self.strategy.offload for part in ("param", "optimizer")}
+            settings[f"{fsdp}.strategy"] = self.strategy.name
         for name, model in self.models.items():
             model.hf.save_pretrained(folder / name)
             self.tokenizer.save_pretrained(folder / name)
@@ -319,7 +341,7 @@ class PPOTrainer:
         chats: Any = [row["prompt"] for row in rows]
         encoded: Any = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
         longest = max(map(len, encoded["input_ids"]))
-        settings = self.settings | {
+        settings |= {
             "data.train_files": f"{folder}/prompts.jsonl",
             "data.val_files": f"{folder}/prompts.jsonl",
             "data.train_batch_size": self.experience_batch_size * update_timesteps,

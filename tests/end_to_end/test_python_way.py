@@ -51,7 +51,7 @@ def test_the_reward_rises_and_what_is_saved_loads_in_transformers_and_goes_on():
     loaded = dict(actor.hf.named_parameters())
     assert all(torch.equal(p, loaded[name]) for name, p in saved.named_parameters())
     # The steps go on from those 24 that were saved; nothing changes with a learning rate of 0 but the moments.
-    again.settings["actor_rollout_ref.actor.optim.lr"] = 0.0
+    again.optimizers["actor"].param_groups[0]["lr"] = 0.0
     (row,) = again.fit(prompts, max_timesteps=1)
     assert row["actor/reward_kl_penalty"] > 0.01  # to the reference, which was not loaded
     assert not torch.equal(reference.hf.lm_head.weight, actor.hf.lm_head.weight)
@@ -62,10 +62,13 @@ def test_the_reward_rises_and_what_is_saved_loads_in_transformers_and_goes_on():
     assert (load_file(before)[name].item(), load_file(after)[name].item()) == (24, 25)
 
 
-def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_with_it(monkeypatch: pytest.MonkeyPatch):
+def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_or_schedule_with_it(monkeypatch: pytest.MonkeyPatch):
     first = make_trainer(NaiveStrategy(seed=3))
     first.fit(prompts, max_timesteps=2)
+    Path("moments").mkdir()
+    Path("moments/rank_00001.safetensors").write_text("of an older save by two ranks")
     first.strategy.save_optimizer(first.optimizers["actor"], "moments", only_rank0=False)
+    assert len([*Path("moments").glob("*.safetensors")]) == 1
     saved = load_file(next(Path("moments").glob("*.safetensors")))
     started: dict[str, torch.Tensor] = {}
     fit = LocalTrainer.fit
@@ -76,13 +79,15 @@ def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_with_it(monkeypat
         fit(trainer)
 
     monkeypatch.setattr(LocalTrainer, "fit", fit_from_what_is_loaded)
-    second = make_trainer(NaiveStrategy(seed=4))
+    second = make_trainer(NaiveStrategy(seed=4), overrides=["actor_rollout_ref.actor.optim.lr_scheduler_type=linear"])
     second.strategy.load_optimizer(second.optimizers["actor"], "moments")
-    weights = {name: p.clone() for name, p in second.models["actor"].hf.named_parameters()}
-    second.fit(prompts, max_timesteps=1)
-    assert saved.keys() == started.keys() and saved["optimizer.lm_head.weight.exp_avg"].any()
+    expected = saved | {f"model.{name}": p.clone() for name, p in second.models["actor"].hf.named_parameters()}
+    expected["training_steps"] = torch.tensor(0)
+    (row,) = second.fit(prompts, max_timesteps=1)
+    assert saved["training_steps"] == 2 and saved["optimizer.lm_head.weight.exp_avg"].any() and row["actor/lr"] == 1e-3
+    assert expected.keys() == started.keys()
     for name, value in started.items():
-        assert torch.equal(value, weights.get(name.removeprefix("model."), saved[name])), name
+        assert torch.equal(value, expected[name]), name
 
 
 PLUGIN = """
@@ -109,6 +114,65 @@ def test_overrides_reach_all_of_the_training(monkeypatch: pytest.MonkeyPatch):
     assert row["plugin/steps"] == 1 and "actor/reward_kl_penalty" not in row
 
 
+def test_overrides_take_away_roles_and_steps():
+    overrides = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2"]
+    trainer = make_trainer(NaiveStrategy(), overrides=[*overrides, "actor_rollout_ref.model.lora_rank=4"])
+    before = {role: deepcopy(model.hf.state_dict()) for role, model in trainer.models.items()}
+    rows = trainer.fit(prompts, max_timesteps=1)
+    assert len(rows) == 2 and rows[1]["actor/reward_kl_penalty"] != 0  # to the actor without its adapter
+    changed = [
+        role
+        for role, model in trainer.models.items()
+        if not all(torch.equal(value, before[role][name]) for name, value in model.hf.state_dict().items())
+    ]
+    assert changed == ["actor"] and not hasattr(trainer.optimizers["critic"], "state_folder")
+    with pytest.raises(ValueError, match="the reference is the actor without its adapter, but initial_model"):
+        trainer.fit(prompts, max_timesteps=1)
+
+
+def test_a_critic_takes_what_the_actor_before_it_took():
+    strategy = NaiveStrategy()
+    with strategy.model_init_context():
+        strategy.save_model(Actor(config=config), "actor")
+        three_layers = deepcopy(config)
+        three_layers.num_hidden_layers = 3
+        strategy.save_model(Critic(config=three_layers), "critic")
+        actor = Actor("actor")
+        critics = [Critic()]
+        reward_model = RewardModel(deepcopy(critics[0].model), deepcopy(critics[0].value_head))
+        critics.append(Critic())
+        Critic("critic")
+        critics.append(Critic())
+    for critic in critics:
+        assert all(map(torch.equal, critic.model.parameters(), actor.model.parameters()))
+    tokens = torch.tensor([[5, 6, 7]])
+    critic = critics[0]
+    assert torch.equal(reward_model.hf(input_ids=tokens).logits, critic.hf(input_ids=tokens).logits[:, -1])
+    with torch.no_grad():
+        critic.value_head.bias.fill_(3.0)
+    with pytest.raises(ValueError, match=r"the value head has a bias of 3\.0, and a reward model's head has none"):
+        RewardModel(critic.model, critic.value_head)
+
+
+def test_an_optimizer_with_more_or_less_than_fit_trains_by_is_refused():
+    trainer = make_trainer(NaiveStrategy())
+    critic = trainer.models["critic"]
+    first, *rest = critic.parameters()
+    for wrong in (
+        SGD(critic.parameters(), lr=1.0),
+        AdamW(critic.parameters(), betas=(0.9, 0.95)),
+        AdamW(critic.parameters(), amsgrad=True),
+        AdamW([{"params": [first]}, {"params": rest, "weight_decay": 0.0}]),
+        AdamW(critic.value_head.parameters()),
+        AdamW(deepcopy(critic).parameters()),
+        AdamW(critic.parameters()),
+    ):
+        trainer.optimizers["critic"] = wrong
+        first.requires_grad_(type(wrong) is SGD)  # and the last one is wrong in that alone
+        with pytest.raises(ValueError, match="fit trains all parameters of the critic as one group by torch's AdamW"):
+            trainer.fit(prompts)
+
+
 def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
     strategy = NaiveStrategy()
     with strategy.model_init_context():
@@ -125,20 +189,10 @@ def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
 def test_what_cannot_be_is_refused():
     strategy = NaiveStrategy()
     with strategy.model_init_context():
-        with pytest.raises(ValueError, match=r"Critic\(\) names no model, and none was made before it"):
+        with pytest.raises(ValueError, match=r"Critic\(\) names no model, and no actor was made before it"):
             Critic()
         actor = Actor(config=config)
     optimizer = AdamW(actor.parameters())
-    critic = Critic(config=config)
-    first, *rest = critic.parameters()
-    for wrong in (
-        SGD(critic.parameters(), lr=1.0),
-        AdamW(critic.parameters(), betas=(0.9, 0.95)),
-        AdamW(critic.parameters(), amsgrad=True),
-        AdamW([{"params": [first]}, {"params": rest, "weight_decay": 0.0}]),
-    ):
-        with pytest.raises(ValueError, match="fit trains by torch's AdamW, one group of parameters with"):
-            PPOTrainer(strategy, actor, critic, None, actor, optimizer, wrong, tokenizer=tokenizer)
     assert strategy.prepare((actor, optimizer)) == (actor, optimizer)
     with pytest.raises(ValueError, match="leave it True"):
         strategy.save_model(actor, "actor", only_rank0=False)

@@ -155,11 +155,11 @@ class TrainedWorker(ModelWorker):
         return self.engine.saved_files(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, with_model: bool = True) -> None:
-        """Reads what `save_checkpoint` wrote, on any number of ranks, or all but the parameters; ValueError if nothing
-        is at `path`."""
+    def load_checkpoint(self, path: str, optimizer_only: bool = False) -> None:
+        """Reads what `save_checkpoint` wrote, on any number of ranks, or the optimizer's state alone; ValueError if
+        nothing is at `path`."""
         with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
-            self.engine.load(path, with_model)
+            self.engine.load(path, optimizer_only)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:

@@ -69,8 +69,9 @@ class TrainingEngine(Protocol):
         """`file_digest` of the files that `save` wrote on this rank, by name. None while they are being written, unless
         `wait`; raises OSError, naming the file that cannot be written."""
 
-    def load(self, path: str, with_model: bool = True) -> None:
-        """Reads what `save` wrote, on any number of ranks, or all but the parameters; ValueError if none is there."""
+    def load(self, path: str, optimizer_only: bool = False) -> None:
+        """Reads what `save` wrote, on any number of ranks, or the optimizer's state alone, without the step count, for
+        a schedule that begins anew; ValueError if none is there."""
 
     def save_hf(self, path: str) -> None:
         """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""

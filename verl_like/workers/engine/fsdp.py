@@ -247,7 +247,7 @@ class FsdpEngine(TrainingEngine):
         return self.writer.result(wait)
 
     @torch.no_grad()
-    def load(self, path: str, with_model: bool = True) -> None:
+    def load(self, path: str, optimizer_only: bool = False) -> None:
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
         reader, state = HuggingFaceStorageReader(path), self._state()
@@ -263,9 +263,8 @@ class FsdpEngine(TrainingEngine):
             chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
             if sum(sizes.numel() for _, sizes in chunks) < math.prod(here[name]):
                 raise ValueError(f"{path} has only a part of {name}: give a default_local_dir that all nodes see.")
-        if not with_model:
-            state = {name: value for name, value in state.items() if not name.startswith("model.")}
-        dcp.load(state, storage_reader=reader)  # into the tensors that there are
+        loaded = {name: value for name, value in state.items() if name.startswith("optimizer.") or not optimizer_only}
+        dcp.load(loaded, storage_reader=reader)  # into the tensors that there are
         self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
 
     def save_hf(self, path: str) -> None:
