@@ -27,7 +27,7 @@ CASES = [
     ([SFTConfig], {"question": "1+2", "answer": "3"}, [], "field 'prompt' is missing, .* the row has question, answer"),
     (PAIRS, {"question": "1+2", "answer": "3"}, [], "field 'chosen' is missing, .* the row has question, answer"),
     (PAIRS, ROW | {"rejected": "3"}, [], "chosen and rejected are the same"),
-    (PAIRS, ROW | {"chosen": " "}, [], "chosen is an empty answer"),
+    (ALL, ROW | {"response": " ", "chosen": " "}, [], "turn 1, the assistant's, is empty"),
     ([SFTConfig], UNLEARNED, [], "none of the 4 tokens is learned"),
     (ALL, LONG, ["data.max_length=20", "data.overlong=truncate"], "none of the 20 tokens is learned"),
     (ALL, LONG, ["data.max_length=20"], "the conversation has 3[34] tokens, more than data.max_length=20: raise it"),

@@ -7,7 +7,7 @@ from test_supervised import messages, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from verl_like.data.conversations import tokens_of
+from verl_like.data.conversations import ConversationDataset, tokens_of
 from verl_like.data.prompt_dataset import PromptDataset
 
 PLAIN = (
@@ -62,6 +62,49 @@ def test_each_answer_of_a_conversation_is_learned():
     text = "Q: No<end>A: Yes<end>A: No<end>Q: x<end>A: x<end>Q: Q<end>"
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(ids[learned]) == "No<end>x<end>"
+
+
+@pytest.mark.parametrize("answer", ["response", "completion"])
+def test_of_a_row_with_a_prompt_the_response_alone_is_learned(answer: str, tmp_path: Path):
+    prompt = messages(("user", "No"), ("assistant", "Yes"), ("user", "x"))
+    rows = [write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, answer: "No"}])]
+    dataset = ConversationDataset(rows, tokenizer_of(PLAIN), max_length=30)
+    batch = dataset.collate([0]).tensors()
+    learned = batch["input_ids"][0, 1:][batch["response_mask"][0].bool()]
+    assert dataset.tokenizer.decode(learned) == "No<end>"
+
+
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "No", "response": " "}, "row 0: turn 1, the assistant's, is empty"),
+        (
+            {"messages": messages(("assistant", "Yes"), ("user", "x"), ("assistant", "No"))},
+            "turn 0, .* answers nothing",
+        ),
+        (
+            {"messages": [*messages(("user", "x")), {"role": "assistant", "content": None, "tool_calls": CALL}]},
+            r'field messages\[1\] is dict .* content is a text, "" beside tool_calls',
+        ),
+        (
+            {"prompt": "No", "response": "Yes", "tools": CALL},
+            "field 'tools' is list .*apply_chat_template_kwargs.tools",
+        ),
+    ],
+)
+def test_what_would_be_left_out_in_silence_is_refused(row: dict, message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        ConversationDataset([write_rows(tmp_path / "rows.jsonl", [row])], tokenizer_of(PLAIN), max_length=30)
+
+
+def test_a_call_of_a_tool_is_learned_without_a_text():
+    tokenizer = tokenizer_of(PLAIN.replace("<end>", "{% if m.tool_calls %}x{% endif %}<end>"))
+    turns = [*messages(("user", "No")), {"role": "assistant", "content": "", "tool_calls": CALL}]
+    ids, learned = tokens_of(turns, 0, tokenizer, {}, "row 0")
+    assert tokenizer.decode(ids[learned]) == "x<end>"
 
 
 def test_an_answer_that_the_tokenizer_reads_in_another_way_by_itself_is_refused():

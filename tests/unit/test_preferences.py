@@ -76,7 +76,7 @@ def test_the_work_of_a_pair_is_that_of_two_sequences(load: Callable):
         ({"prompt": "a", "response": "b"}, {}, r"rows.jsonl, row 0: field 'chosen' is missing, .* prompt, response,"),
         ({"chosen": "a", "rejected": "b"}, {}, "row 0: chosen and rejected begin with different messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "row 0: chosen and rejected are the same"),
-        ({"prompt": "a", "chosen": " ", "rejected": "b"}, {}, "row 0: chosen is an empty answer"),
+        ({"prompt": "a", "chosen": " ", "rejected": "b"}, {}, "row 0: turn 1, the assistant's, is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": []}, {}, "row 0: field 'rejected' is an empty list"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "2"}, {}, "row 0: field 'margin' is str '2'"),
         ({"prompt": "a", "chosen": "b", "rejected": messages(("user", "b"))}, {}, "rejected is a conversation that "),

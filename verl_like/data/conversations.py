@@ -19,10 +19,10 @@ class ConversationDataset:
     """Rows of chat messages as token ids, none longer than `max_length`, of which assistants' tokens are learned.
 
     A row has `messages`, a list of {"role", "content"}, or `prompt` (text or messages) and `response` or `completion`
-    (text or messages). The whole conversation goes through the tokenizer's chat template at once. What an assistant
-    writes begins where the template's generation prompt ends, and ends with the turn, its end token included. No token
-    spans these places, so that the tokens before an answer are those of a prompt. Or a row has `text`, which goes
-    through no template and is learned as a whole, from its second token on.
+    (text or messages), of which the latter is learned. The whole conversation goes through the tokenizer's chat
+    template at once. What an assistant writes begins where the template's generation prompt ends, and ends with the
+    turn, its end token included. No token spans these places, so that the tokens before an answer are those of a
+    prompt. Or a row has `text`, which goes through no template and is learned as a whole, from its second token on.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -89,7 +89,8 @@ class ConversationDataset:
         if has_no_turns and isinstance(record.get("text"), str):
             ids = np.array(self.tokenizer(record["text"])["input_ids"], dtype=np.int64)
             return [(ids, np.ones_like(ids, dtype=bool))], {}
-        return [tokens_of(messages_of(record, place), 0, self.tokenizer, self.template_kwargs, place)], {}
+        messages, first = messages_of(record, place)
+        return [tokens_of(messages, first, self.tokenizer, self.template_kwargs, place)], {}
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
         """Raises ValueError where nothing of the row, after it was cut, is learned; `where` says if it was."""
@@ -136,20 +137,23 @@ class ScoredDataset(ConversationDataset):
         return conversations, {"score": float(score)}
 
 
-def messages_of(record: Any, place: str) -> list[Message]:
-    """The messages of a row. Raises ValueError for a row of another form."""
+def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
+    """The messages of a row, and from which on they are learned. Raises ValueError for a row of another form."""
     expected = "messages, prompt and response, or text"
     if isinstance(record, dict) and record.get("messages") is not None:
-        return messages_in(record, "messages", None, place, expected)
+        return messages_in(record, "messages", None, place, expected), 0
     answer = "response" if isinstance(record, dict) and record.get("response") is not None else "completion"
     prompt = messages_in(record, "prompt", "user", place, expected)
-    return prompt + messages_in(record, answer, "assistant", place, expected)
+    return prompt + messages_in(record, answer, "assistant", place, expected), len(prompt)
 
 
 def messages_in(record: Any, field: str, role: str | None, place: str, expected: str) -> list[Message]:
     """The messages of a field, of which a text is one of `role`. Raises ValueError for anything else."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
+    if record.get("tools"):
+        expected = "none, since no template gets it: data.apply_chat_template_kwargs.tools is given for all rows"
+        raise bad_row(place, "field 'tools'", record["tools"], expected)
     value = record.get(field)
     said = [{"role": role, "content": value}] if isinstance(value, str) and role else value
     if not isinstance(said, list) or not said:
@@ -158,7 +162,8 @@ def messages_in(record: Any, field: str, role: str | None, place: str, expected:
         )
     for position, message in enumerate(said):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise bad_row(place, f"field {field}[{position}]", message, '{"role": "user", "content": "..."}')
+            expected = '{"role": "user", "content": "..."}, where content is a text, "" beside tool_calls'
+            raise bad_row(place, f"field {field}[{position}]", message, expected)
     return [{key: text for key, text in message.items() if text is not None} for message in said]
 
 
@@ -171,11 +176,15 @@ def tokens_of(
 ) -> Tokens:
     """The conversation, of which is learned what an assistant writes in messages from `first` on.
 
-    Raises ValueError where the template changes earlier turns by later ones, or fails.
+    Raises ValueError for an empty turn or one without a turn before it, and where the template changes earlier turns by
+    later ones, or fails.
     """
     text, pieces = render(tokenizer, messages, place, template_kwargs), []
     for count, message in enumerate(messages):
         if message["role"] == "assistant" and count >= first:
+            if not count or not (message["content"].strip() or message.get("tool_calls")):
+                why = "is empty" if count else "answers nothing"
+                raise ValueError(f"{place}: turn {count}, the assistant's, {why}; leave it out, or the row")
             begun = render(tokenizer, messages[:count], place, {**template_kwargs, "add_generation_prompt": True})
             ended = render(tokenizer, messages[: count + 1], place, template_kwargs)
             if not (text.startswith(ended) and ended.startswith(begun)):

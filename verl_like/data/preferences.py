@@ -42,10 +42,6 @@ class PreferenceDataset(ConversationDataset):
             raise ValueError(f"{place}: chosen and rejected begin with different messages: give them one prompt")
         if answers["chosen"] == answers["rejected"]:
             raise ValueError(f"{place}: chosen and rejected are the same: such a pair prefers nothing; leave it out")
-        for side, messages in answers.items():
-            own = [message["content"].strip() for message in messages[num_alike:] if message["role"] == "assistant"]
-            if not any(own):
-                raise ValueError(f"{place}: {side} is an empty answer; leave the pair out")
         margin = 0.0 if record.get("margin") is None else record["margin"]
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
