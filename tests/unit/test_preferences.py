@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_supervised import TEMPLATE, loader, messages, write_rows
 from tiny_worker_models import local_group, reward_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from verl_like.algorithms.preferences import dpo_loss, ipo_loss, pairwise_loss, preference_metrics
 from verl_like.data.preferences import PreferenceDataset
@@ -230,6 +230,17 @@ def test_a_conversation_longer_than_the_model_reads_is_refused(model_path: str, 
     config = config_of(DPOConfig, model_path, tmp_path, "+model.override_config.max_position_embeddings=8")
     with pytest.raises(ValueError, match=r"row 1: the conversation has 9 tokens, but the model .* has 8 positions"):
         check_inputs(config, None)
+
+
+def test_a_pair_ends_with_a_token_that_ends_responses_of_the_policy(tiny_llama: Callable, tmp_path: Path):
+    """As Gemma's do, with an end of turn that the tokenizer does not name, and a character behind it."""
+    turns = "{% for m in messages %}+{{ m['content'] }}= {% endfor %}{% if add_generation_prompt %}+{% endif %}"
+    path, _ = tiny_llama(template=turns)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    end = tokenizer.convert_tokens_to_ids("=")
+    GenerationConfig(eos_token_id=[1, end], pad_token_id=0).save_pretrained(path)
+    dataset = check_inputs(config_of(RMConfig, path, tmp_path), None).train_dataset
+    assert dataset.last_tokens == {end} and dataset.longest == (4 + 7, f"{tmp_path}/train.jsonl, row 1")
 
 
 def test_settings_without_effect_are_refused(model_path: str, tmp_path: Path):

@@ -147,6 +147,10 @@ def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        (
+            "+model.override_config.vocab_size=67",
+            r"row 1: token 67 \('='\) is none of the 67 of the model .*: set model\.tokenizer_path",
+        ),
         ("data.train_files=no_such.jsonl", "data file no_such.jsonl does not exist"),
         ("data.train_batch_size=4", "has 2 rows, fewer than data.train_batch_size=4"),
         ("model.path=./no_model", r"model\.path=\./no_model: there is no model"),
@@ -161,7 +165,9 @@ def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
     ],
 )
 def test_what_cannot_run_is_refused_before_ray_starts(setting: str, message: str, model_path: str, tmp_path: Path):
-    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "response": "cde"}] * 2)
+    file = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "ab", "response": "cde"}, {"prompt": "ab", "response": "=d"}]
+    )
     own = ["data.train_batch_size=2", "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2"]
     with pytest.raises(ValueError, match=message):
         check_inputs(config_of(model_path, file, *own, setting), None)

@@ -1,6 +1,6 @@
 """Conversations to learn from, tokenised once, with the tokens that the model is to write marked."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,12 @@ class ConversationDataset:
         overlong: what a longer one does: `error`, `drop`, or `truncate` at its end.
         max_samples: only the first rows, if it is not negative.
         apply_chat_template_kwargs: further arguments of the chat template.
+        end_tokens: further ones with which a response may end, besides the tokenizer's.
 
     Attributes:
         num_dropped, num_truncated: rows that were too long.
         longest, largest: tokens of the longest conversation, and of the row with the most, and where they are from.
+        highest_token: the highest token id, and where it is from.
         last_tokens: with which the conversations end.
 
     Raises:
@@ -53,11 +55,13 @@ class ConversationDataset:
         overlong: str = "error",
         max_samples: int = -1,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        end_tokens: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.template_kwargs = tokenizer, apply_chat_template_kwargs or {}
+        self.end_tokens = [tokenizer.eos_token_id, *end_tokens]
         self.pad_token_id = padding_token(tokenizer)
         self.num_dropped = self.num_truncated = 0
-        self.longest = self.largest = (0, "")
+        self.longest = self.largest = self.highest_token = (0, "")
         self.last_tokens: set[int] = set()
         self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
         for place, record in read_records(files, max_samples):
@@ -78,6 +82,7 @@ class ConversationDataset:
             lengths = [len(ids) for ids, _ in row]
             self.longest = max(self.longest, (max(lengths), place))
             self.largest = max(self.largest, (sum(lengths), place))
+            self.highest_token = max(self.highest_token, (max(int(ids.max()) for ids, _ in row), place))
             self.last_tokens |= {int(ids[-1]) for ids, _ in row}
             self._rows.append((row, columns))
         if not self._rows:

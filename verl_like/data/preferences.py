@@ -18,8 +18,8 @@ class PreferenceDataset(ConversationDataset):
 
     A row has `prompt`, `chosen` and `rejected` (texts or messages), or `chosen` and `rejected` as whole conversations;
     and it may have `margin`, by which the reward of the chosen answer should be the greater. What assistants write
-    after the prompt is learned. What the template writes behind the last end-of-sequence token is left out, so that
-    the conversation ends as a response that was generated does.
+    after the prompt is learned. What the template writes behind the last of `end_tokens` is left out, so that the
+    conversation ends as a response that was generated does.
 
     Arguments, attributes and errors are those of `ConversationDataset`; a pair is also refused if an answer is empty,
     or both are the same.
@@ -52,9 +52,9 @@ class PreferenceDataset(ConversationDataset):
         return tokens, {"margin": float(margin)}
 
     def without_tail(self, tokens: Tokens) -> Tokens:
-        """The conversation up to its last end-of-sequence token, unless text follows it."""
+        """The conversation up to the last of `end_tokens`, unless text follows it."""
         ids, learned = tokens
-        ends = np.flatnonzero(ids == self.tokenizer.eos_token_id)
+        ends = np.flatnonzero(np.isin(ids, self.end_tokens))
         if len(ends) and not str(self.tokenizer.decode(ids[ends[-1] + 1 :])).strip():
             return ids[: ends[-1] + 1], learned[: ends[-1] + 1]
         return tokens

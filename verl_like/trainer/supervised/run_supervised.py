@@ -24,6 +24,7 @@ from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.pretrained import check_sequence_length, empty_model, fetch_weights, load_tokenizer
 from verl_like.workers.planning.partition import require_shares_of_heads
+from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.supervised import DPOWorker, ILQLWorker, RMWorker, SFTWorker, SupervisedWorker
 
 
@@ -101,6 +102,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         max_length=data.max_length,
         overlong=data.overlong,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        end_tokens=special_token_ids(tokenizer, config.model.path)[0],
     )
     train = load(data.train_files, max_samples=data.train_max_samples)
     val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
@@ -122,6 +124,12 @@ def check_lengths(
     config: SupervisedConfig, hf_config: PretrainedConfig, datasets: Sequence[ConversationDataset]
 ) -> None:
     """Raises ValueError for a conversation that the model does not read, and a row that is more than a pass."""
+    token, place = max(one.highest_token for one in datasets)
+    if token >= hf_config.vocab_size:
+        raise ValueError(
+            f"{place}: token {token} ({datasets[0].tokenizer.decode([token])!r}) is none of the {hf_config.vocab_size} "
+            f"of the model at model.path={config.model.path}: set model.tokenizer_path to the model's own tokenizer."
+        )
     training, path, shorter = config.training, f"model.path={config.model.path}", "with data.overlong=drop or truncate"
     longest, place = max(one.longest for one in datasets)
     positions = getattr(hf_config, "max_position_embeddings", None) or longest

@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from verl_like.protocol import DataProto
 from verl_like.workers.config.models import TrainedModelConfig
@@ -73,7 +73,7 @@ class RolloutEngine(ABC):
         self.dp_rank, self.tp_rank = divmod(rank, size)
         self.is_collect = self.tp_rank == 0
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
-        self.eos_token_ids, self.pad_token_id = special_token_ids(model)
+        self.eos_token_ids, self.pad_token_id = special_token_ids(load_tokenizer(model), model.path)
         self.policy_version: int | None = None
         """Version of the weights; None until weights were loaded and verified, and while the engine has none."""
         self._newest_version = -1
@@ -309,19 +309,18 @@ class RolloutEngine(ABC):
         return sampling, n
 
 
-def special_token_ids(model: TrainedModelConfig) -> tuple[tuple[int, ...], int]:
-    """The tokens that end a response (the tokenizer's and those of generation_config.json) and the padding token.
+def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tuple[int, ...], int]:
+    """The tokens that end a response (the tokenizer's, and those of generation_config.json) and the padding token.
 
     Raises ValueError if the tokenizer has no end-of-sequence token.
     """
-    tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer at {tokenizer.name_or_path} has no end-of-sequence token; add one to its "
             "tokenizer_config.json."
         )
     try:
-        generation_eos = GenerationConfig.from_pretrained(os.path.expanduser(model.path)).eos_token_id
+        generation_eos = GenerationConfig.from_pretrained(os.path.expanduser(path)).eos_token_id
     except OSError:  # the model has no generation_config.json
         generation_eos = None
     more = [] if generation_eos is None else np.atleast_1d(generation_eos).tolist()
