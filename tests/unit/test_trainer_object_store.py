@@ -1,5 +1,6 @@
 """Whether a step fits into the object store, and models that the driver fetches, without Ray."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,9 @@ def test_a_model_of_the_hub_is_whole_on_this_machine_before_a_run_starts(tmp_pat
     hub_model = ModelConfig(path="someone/tiny")
     fetch_weights(hub_model, key="critic.model")
     fetch_weights(ModelConfig(path=path), key="critic.model")
+    os.truncate(cached / "snapshots/abc/model.safetensors", 1000)
+    with pytest.raises(ValueError, match=r"critic.model.path=someone/tiny: .*abc/model.safetensors is damaged \(Error"):
+        fetch_weights(hub_model, key="critic.model")
     (cached / "snapshots/abc/model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"critic.model.path=someone/tiny: .*abc has no weights"):
         fetch_weights(hub_model, key="critic.model")

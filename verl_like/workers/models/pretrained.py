@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
@@ -182,7 +183,7 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, 
 def fetch_weights(config: ModelConfig, *, key: str) -> None:
     """Downloads a model of the hub into this machine's cache, so that no rank does it while others wait for that rank.
 
-    Raises ValueError if there are no weights.
+    Raises ValueError if there are no weights, or a file that is cut.
     """
     path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -192,7 +193,12 @@ def fetch_weights(config: ModelConfig, *, key: str) -> None:
             folder = path if is_folder else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
         except OSError as error:
             raise ValueError(f"{path_key}={config.path} cannot be downloaded: {error}") from error
-        if any(Path(folder).glob(weights)):
+        if files := list(Path(folder).glob(weights)):
+            for file in files if weights == "*.safetensors" else ():
+                try:
+                    safe_open(file, "pt")  # reads the header, which says how long the file is
+                except SafetensorError as error:
+                    raise ValueError(f"{path_key}={config.path}: {file} is damaged ({error}); copy it anew") from error
             return
         wanted = ["*.bin", "*.bin.index.json"]
     raise ValueError(
