@@ -33,14 +33,19 @@ def run_until(step: int, config: PPOConfig) -> Path:
     recorder = RunRecorder(config, PPO_DISPLAY, find_run(config)[0])
     first = recorder.resumed.checkpoint.step + 1 if recorder.resumed else 1
     for number in range(first, step + 1):
-        recorder.tracking.log({"reward": 0.5}, number)
-        partial = checkpoint.begin(recorder.run_dir, number)
-        (partial / "weights").write_text(str(number))
-        recorder.begin_checkpoint(partial, number, {"kl_coef": 0.1}, groups={})
-        recorder.commit_checkpoint(wait=True)
+        save(recorder, number)
     recorder.tracking.log({"reward": 0.5}, step + 1)
     recorder.lock.close()
     return recorder.run_dir
+
+
+def save(recorder: RunRecorder, number: int) -> None:
+    """Logs a step and saves it."""
+    recorder.tracking.log({"reward": 0.5}, number)
+    partial = checkpoint.begin(recorder.run_dir, number)
+    (partial / "weights").write_text(str(number))
+    recorder.begin_checkpoint(partial, number, {"kl_coef": 0.1}, groups={})
+    recorder.commit_checkpoint(wait=True)
 
 
 def found(config: PPOConfig) -> tuple[Path, int]:
@@ -156,6 +161,21 @@ def test_a_damaged_checkpoint_is_set_aside_and_pushes_no_good_one_out(config_wit
     assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_5", "global_step_6.damaged"]
     assert (run_until(7, config), checkpoint.steps(folder)) == (folder, [6, 7])
     assert found(config) == (folder, 7)
+
+
+def test_a_best_checkpoint_that_is_gone_is_forgotten(config_with: Callable):
+    keys = [f"trainer.{key}" for key in ("max_ckpt_to_keep=2", "best_ckpt_metric=acc", "test_freq=1")]
+    recorder = RunRecorder(config_with(*keys), PPO_DISPLAY)
+    for step, accuracy in enumerate([0.5, 0.4, 0.6], 1):
+        recorder.is_best(step, {"acc": accuracy})
+        save(recorder, step)
+    recorder.lock.close()
+    assert checkpoint.steps(recorder.run_dir) == [2, 3]  # that of step 1 was the best one until step 3
+    (recorder.run_dir / "global_step_3/weights").write_text("4")
+    again = RunRecorder(config_with(*keys), PPO_DISPLAY, find_run(config_with(*keys))[0])
+    again.lock.close()
+    assert again.resumed.checkpoint.state["best"]["step"] == 1
+    assert again.is_best(3, {"acc": 0.45}) and again.best["step"] == 3
 
 
 def test_a_finished_run_whose_last_checkpoint_is_cut_is_unfinished(config_with: Callable):

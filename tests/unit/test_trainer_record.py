@@ -23,7 +23,7 @@ from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
 from verl_like.trainer.run_recorder import RunRecorder, _link_latest, _new_run_dir
 from verl_like.trainer.timeline import Timeline
-from verl_like.trainer.tracking import TRACKERS, Tracking, require_trackers
+from verl_like.trainer.tracking import TRACKERS, Started, Tracking, require_trackers
 
 
 def event(method: str, rank: int, started: float, finished: float, pool: str = "a", role: str = "actor") -> CallEvent:
@@ -105,6 +105,20 @@ def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path,
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward": 1.0}, {"step": 2, "reward": 2.0}]
     assert calls == [1]
+
+
+def test_a_tracker_that_does_not_start_is_named_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    def broken(*arguments: object) -> Started:
+        raise ConnectionError("no network")
+
+    calls = []
+    monkeypatch.setitem(TRACKERS, "broken", broken)
+    monkeypatch.setitem(TRACKERS, "other", lambda *arguments: (lambda *call: calls.append(call), "id 1"))
+    tracking = Tracking(["broken", "other"], tmp_path, "project", "experiment", {})
+    tracking.log({"reward": 1.0}, step=3)
+    tracking.close()
+    assert calls == [({"reward": 1.0}, 3)] and "broken does not start" in caplog.text and "no network" in caplog.text
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"other": "id 1"}
 
 
 def test_tensorboard_gets_every_metric(tmp_path):

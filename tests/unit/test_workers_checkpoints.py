@@ -19,6 +19,7 @@ from tiny_worker_models import local_group, make_batch, parameters_of, policy_co
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.models.pretrained import save_settings
 
 
 def actor_group(folder: Path, tie: bool = False) -> LocalWorkerGroup:
@@ -76,6 +77,24 @@ def test_steps_while_a_checkpoint_is_written_do_not_change_it(offload: bool, tmp
         memory |= {buffer.data_ptr() for buffer in engine.writer.buffers.values()}
     assert not torch.equal(found["training_steps"], engine._state()["training_steps"])
     assert len(memory) == len(expected)  # both saves copied to the same memory
+
+
+def test_a_copy_that_is_being_written_is_not_written_over(tmp_path: Path):
+    group = actor_group(tmp_path / "model")
+    with writing_is_held_up(group):
+        group.save_checkpoint(str(tmp_path / "first"), wait=False)
+        with pytest.raises(WorkerError, match="a copy that is being written lies in the buffers"):
+            group.save_checkpoint(str(tmp_path / "second"), wait=False)
+    group.save_result(wait=True).get()
+    group.save_checkpoint(str(tmp_path / "second"))
+
+
+def test_the_settings_that_a_thread_writes_leave_the_model_as_it_is(tmp_path: Path):
+    engine = actor_group(tmp_path / "model").workers[0].engine
+    before = engine.hf_config.to_dict()
+    save_settings(engine.model.hf, engine.tokenizer, torch.bfloat16, str(tmp_path / "written"))
+    assert json.loads((tmp_path / "written/config.json").read_text())["dtype"] == "bfloat16"
+    assert engine.hf_config.to_dict() == before and engine.hf_config.dtype == torch.float32
 
 
 def test_a_file_that_cannot_be_written_is_named_and_removed_and_the_next_save_writes_it(tmp_path: Path):

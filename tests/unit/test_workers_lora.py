@@ -25,6 +25,8 @@ from verl_like.trainer.memory import ModelSize
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.models.lora import lora_config
+from verl_like.workers.models.pretrained import empty_model
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
 from verl_like.workers.rollout.request import GenerationRequest, Sampling
@@ -252,6 +254,13 @@ def test_a_critics_new_head_is_trained_by_any_name(targets: Any, path: str, tmp_
     critic.update_critic(make_batch()).get()
     assert (parameters_of(critic.workers[0])[name] - before[name]).abs().max() > 0.001
     assert len(before) == 2 + 2 * 2 * (1 if targets != "all-linear" else 4)
+
+
+def test_the_model_under_an_adapter_is_named_by_its_whole_path(path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(Path(path).parent)
+    hf = empty_model(policy("./model").model, AutoModelForCausalLM, key="m")
+    assert hf.peft_config["default"].base_model_name_or_path == path
+    assert lora_config(hf, policy("some/name").model).base_model_name_or_path == "some/name"  # of the hub
 
 
 def test_a_teacher_has_no_adapter(path: str):

@@ -37,6 +37,7 @@ class RowWork:
         """
         num_ranks = data_parallel_size(method)
         if num_ranks is None or (num_mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
+            assert not beside
             return method.remote(batch)
         return method.remote(Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch))), *beside)
 

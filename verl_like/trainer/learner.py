@@ -92,7 +92,8 @@ class Learner:
         numbers = [step * num_trainers + index for step in range(first, first + num_steps)]
         rows = self.ptx_dataset.collate([row for number in numbers for row in sampler.batch(number)[1]])
         tokens_B = rows.tensors()["attention_mask"].sum(-1).numpy()
-        num_ranks = data_parallel_size(self.actor.update_actor) or 1
+        num_ranks = data_parallel_size(self.actor.update_actor)
+        assert num_ranks is not None
         return [Ordered(rows, RowWork(tokens_B, tokens_B, balance).order(num_ranks, size))]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:

@@ -13,7 +13,7 @@ from typing import Any
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer.checkpoint import PendingCheckpoint, commit, keep, remove_partial, set_aside, write
+from verl_like.trainer.checkpoint import PendingCheckpoint, commit, keep, remove_partial, set_aside, steps, write
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.console import RunConsole
@@ -63,7 +63,8 @@ class RunRecorder:
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
         self.num_validations: int = shown.get("num_validations", 0)
         best: dict[str, Any] = resumed.checkpoint.state.get("best", {}) if resumed else {}
-        self.best = best if best.get("metric") == trainer.best_ckpt_metric else {}
+        is_there = best.get("step") in steps(self.run_dir)
+        self.best = best if is_there and best["metric"] == trainer.best_ckpt_metric else {}
         """The step with the best validation so far, its metric, and the value it was compared by; or empty."""
         self.has_best_metric = False
         """Whether a validation reported `trainer.best_ckpt_metric`."""

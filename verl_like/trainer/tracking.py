@@ -32,7 +32,11 @@ class Tracking:
         self.backends: dict[str, Backend] = {}
         for name in backends:
             if name in TRACKERS:
-                log, run_id = TRACKERS[name](run_dir, project, experiment, config, ids.get(name))
+                try:
+                    log, run_id = TRACKERS[name](run_dir, project, experiment, config, ids.get(name))
+                except Exception as error:
+                    logger.warning("Tracker %s does not start and is off for the run: %s", name, error)
+                    continue
                 self.backends[name] = log
                 ids |= {name: run_id} if run_id else {}
         write(file, json.dumps(ids))

@@ -65,7 +65,8 @@ class ActorConfig(OpenConfigModel):
     switches it off."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an average of the weights in float32, which after each optimizer step is ema_decay times itself plus
-    1 - ema_decay times the weights; python -m verl_like.export --ema makes a model of it. null keeps none."""
+    1 - ema_decay times the weights; python -m verl_like.export --ema makes a model of it. Of an adapter its
+    factors A and B are averaged, which is not the average of their products. null keeps none."""
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of experience."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0

@@ -48,6 +48,7 @@ class ShardWriter:
 
         Every call has the same names and shapes on all ranks. The first one allocates the buffers, which stay.
         """
+        assert not self.buffers or self.writing.done(), "a copy that is being written lies in the buffers"
         if not self.buffers:
             self._allocate(state)
         shards = [_shard(state[name]) for name in self.buffers]

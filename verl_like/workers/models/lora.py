@@ -31,13 +31,13 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
     """peft's settings of the adapter. A head that is not a language model's is trained whole."""
     from peft import LoraConfig
 
-    targets = config.target_modules
+    targets, path = config.target_modules, os.path.expanduser(config.path)
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         modules_to_save=None if hf.can_generate() else [head_name(hf)],
-        base_model_name_or_path=os.path.expanduser(config.path),
+        base_model_name_or_path=os.path.abspath(path) if os.path.isdir(path) else path,
     )
 
 

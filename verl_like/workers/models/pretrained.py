@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -269,8 +270,9 @@ def save_weights(hf: PreTrainedModel, weights: dict[str, torch.Tensor], folder: 
 
 def save_settings(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str) -> None:
     """Writes all of a model's folder but the weights: its configuration, with class and `dtype`, and tokenizer."""
-    hf.config.dtype, hf.config.architectures = dtype, [type(hf).__name__]
-    hf.config.save_pretrained(path)
+    config = deepcopy(hf.config)  # a thread may write another folder, of another dtype
+    config.dtype, config.architectures = dtype, [type(hf).__name__]
+    config.save_pretrained(path)
     if hf.can_generate():
         hf.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
