@@ -263,6 +263,8 @@ class PPOTrainer:
             "actor_rollout_ref.actor.use_dynamic_bsz": True,
             "actor_rollout_ref.rollout.name": "hf",
             "reward_model.enable": reward_model is not None,
+            # Under an adapter the actor may have other weights than `initial_model`.
+            "worker_classes.ref": "verl_like.workers.reference.ReferenceWorker",
         }
 
     def fit(

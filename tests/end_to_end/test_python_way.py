@@ -62,6 +62,13 @@ def test_the_reward_rises_and_what_is_saved_loads_in_transformers_and_goes_on():
     assert (load_file(before)[name].item(), load_file(after)[name].item()) == (24, 25)
 
 
+def test_under_an_adapter_the_reference_is_the_initial_model():
+    trainer = make_trainer(NaiveStrategy(seed=2), overrides=["actor_rollout_ref.model.lora_rank=4"])
+    torch.nn.init.normal_(trainer.models["ref"].hf.lm_head.weight, std=0.5)
+    (row,) = trainer.fit(prompts, max_timesteps=1)
+    assert row["actor/reward_kl_penalty"] > 0.01  # of the actor to itself without its adapter, which is new, it is 0
+
+
 def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_or_schedule_with_it(monkeypatch: pytest.MonkeyPatch):
     first = make_trainer(NaiveStrategy(seed=3))
     first.fit(prompts, max_timesteps=2)

@@ -224,6 +224,14 @@ def test_a_run_has_a_teacher_where_the_loss_needs_one_and_its_model_is_named():
     small(*by_tokens, budget)  # without a teacher or reference
 
 
+def test_a_reference_that_is_the_actor_without_its_adapter_computes_as_the_actor():
+    dtype, adapter = "actor_rollout_ref.ref.fsdp_config.dtype=float32", "actor_rollout_ref.model.lora_rank=6"
+    uses_it = "algorithm.use_kl_in_reward=true"
+    assert f"{dtype}: with model.lora_rank=6 the reference is the actor" in refusal(dtype, adapter, uses_it)
+    for accepted in ([dtype, adapter], [dtype, uses_it], [dtype, adapter, uses_it, "worker_classes.ref=my.Reference"]):
+        small(*accepted)
+
+
 def test_a_token_budget_holds_the_longest_sequence():
     # 512 + 512 tokens. The budgets of the log-probabilities follow the actor's: it is told once.
     assert refusal(*BY_TOKENS, f"{ACTOR_BUDGET}=1023") == (

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
-from verl_like.trainer.config.ptx_rules import ptx_rows_are_even
+from verl_like.trainer.config.actor_rules import a_reference_in_the_actor_computes_as_the_actor, ptx_rows_are_even
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
@@ -357,6 +357,7 @@ PLACEMENT_RULES = (
 SIZE_RULES = (sizes_divide_the_pool, a_single_device_is_one_process)
 BATCH_RULES = (*SIZE_RULES, updates_split_evenly, token_budgets_hold_the_longest_sequence, ptx_rows_are_even)
 OTHER_RULES = (
+    a_reference_in_the_actor_computes_as_the_actor,
     groups_have_several_responses,
     needed_values_have_a_critic,
     dynamic_sampling_compares_what_rules_score,

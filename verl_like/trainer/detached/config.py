@@ -8,7 +8,7 @@ from pydantic import Field
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.config_model import ConfigModel, PositiveInt
-from verl_like.trainer.config.ptx_rules import ptx_rows_are_even
+from verl_like.trainer.config.actor_rules import ptx_rows_are_even
 from verl_like.trainer.config.rules import broken_rules, updates_split_evenly
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role

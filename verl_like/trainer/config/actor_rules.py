@@ -1,4 +1,4 @@
-"""What a language-model loss beside the policy's (PPO-ptx) demands."""
+"""What an adapter of the actor demands, and a language-model loss beside the policy's (PPO-ptx)."""
 
 from collections.abc import Iterator
 
@@ -18,4 +18,14 @@ def ptx_rows_are_even(config: PPOConfig) -> Iterator[str]:
         yield (
             f"data.ptx_batch_size={data.ptx_batch_size} does not divide by {processes // shared_by}, the processes of "
             f"the pool {config.role_mapping[Role.Actor]} over those that share a sequence: every one gets as many rows"
+        )
+
+
+def a_reference_in_the_actor_computes_as_the_actor(config: PPOConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    dtype, own = policy.actor.fsdp_config.dtype, policy.ref.fsdp_config.dtype
+    if config.role_of_reference == Role.Actor and own != dtype:
+        yield (
+            f"actor_rollout_ref.ref.fsdp_config.dtype={own}: with model.lora_rank={policy.model.lora_rank} the "
+            f"reference is the actor without its adapter, which computes in {dtype}; set it to that"
         )
