@@ -222,6 +222,8 @@ def test_a_checkpoint_has_all_heads_and_its_export_is_the_folder_that_the_worker
     group, batch = start(config_of(model_path, tmp_path, *settings))
     group.update_model(batch).get()
     group.save_checkpoint(str(tmp_path / "role/checkpoint"))
+    saved = load_file(tmp_path / "role/checkpoint/rank_00000.safetensors")
+    assert {name.split(".")[2] for name in saved if name.startswith("optimizer.heads.")} == {"q1", "q2", "value"}
     restored, _ = start(config_of(model_path, tmp_path, "trainer.seed=7", *settings))
     restored.load_checkpoint(str(tmp_path / "role/checkpoint"))
     export(tmp_path / "role", tmp_path / "exported")
@@ -272,11 +274,14 @@ def test_generation_draws_by_the_advantages(beta: float, model_path: str, tmp_pa
     )
     mask = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], dim=1)
     at = run_in_numpy(tmp_path / "model", drawn.sequences, mask)
-    logits = at["log_probs"] + beta * (np.minimum(at["target_q1"], at["target_q2"]) - at["value"])
+    advantages = np.minimum(at["target_q1"], at["target_q2"]) - at["value"]
     for step, scores in enumerate(drawn.scores):
-        expected = torch.tensor(logits[:, 4 + step])
-        expected[:, 1] = -torch.inf  # no end-of-sequence token before the fourth
-        np.testing.assert_allclose(scores.softmax(-1), expected.softmax(-1), rtol=1e-3, atol=1e-6)
+        log_probs = torch.tensor(at["log_probs"][:, 4 + step])
+        log_probs[:, 1] = -torch.inf  # no end-of-sequence token before the fourth
+        expected = log_probs.log_softmax(-1).numpy() + beta * advantages[:, 4 + step]
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
+    at_once = weighting(ids, model(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, -1].detach())
+    np.testing.assert_allclose(at_once, at["log_probs"][:, 4] + beta * advantages[:, 4], rtol=1e-4, atol=1e-4)
     message = r"has no heads/model\.safetensors: load the model from an export of main_ilql"
     with pytest.raises(ValueError, match=message):
         AdvantageWeighting(AutoModelForCausalLM.from_pretrained(model_path), beta)
