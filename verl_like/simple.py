@@ -325,8 +325,8 @@ class PPOTrainer:
             is_whole = {*group["params"]} == parameters and all(parameter.requires_grad for parameter in parameters)
             if type(optimizer) is not torch.optim.AdamW or others or not (is_whole and ADAMW.items() <= group.items()):
                 raise ValueError(
-                    f"{optimizer}: fit trains all parameters of the {role} as one group by torch's AdamW with {ADAMW}: "
-                    "give AdamW(model.parameters(), ...), and freeze none"
+                    f"fit trains all parameters of the {role} as one group by torch's AdamW with {ADAMW}: give "
+                    f"AdamW(model.parameters(), ...) and freeze none, and not {optimizer}"
                 )
             settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
             settings |= {f"{fsdp}.{part}_offload": self.strategy.offload for part in ("param", "optimizer")}
