@@ -31,10 +31,10 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.workers.actor import ActorWorker
-from verl_like.workers.config.supervised import DPOTrainingConfig, SupervisedModelConfig
+from verl_like.workers.config.supervised import DPOTrainingConfig, ILQLTrainingConfig, SupervisedModelConfig
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
-from verl_like.workers.supervised import DPOWorker
+from verl_like.workers.supervised import DPOWorker, ILQLWorker
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer.direct import (
     IpcTransport,
@@ -79,6 +79,19 @@ def dpo_arguments(path: str, **training: Any) -> tuple[Any, ...]:
     """Of a worker that takes the four pairs in a step."""
     model = SupervisedModelConfig(path=path, fsdp_config={"dtype": "float32"})
     return model, DPOTrainingConfig(beta=0.3, grad_clip=1e6, **SMALL_STEPS, **training), 4, 3, 0
+
+
+def scored_rows() -> DataProto:
+    """Six scored conversations."""
+    tensors = make_batch(rows=6).tensors()
+    columns = {name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids", "response_mask")}
+    return DataProto.from_dict(columns | {"score": torch.tensor([1.0, -2.0, 3.0, 0.5, 0.0, 4.0])})
+
+
+def ilql_arguments(path: str, **training: Any) -> tuple[Any, ...]:
+    """Of a worker that takes the six conversations in a step."""
+    model = SupervisedModelConfig(path=path, fsdp_config={"dtype": "float32"})
+    return model, ILQLTrainingConfig(polyak=0.5, awac_beta=0.3, grad_clip=1e6, **SMALL_STEPS, **training), 6, 3, 0
 
 
 def receive_by_ipc(exports: list[WeightExport], rank: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -161,6 +174,11 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     save_file({"passes": torch.tensor(len(passes))} | gradients, out / f"dpo_{rank}")
     metrics = metric_values(worker.evaluate(pairs()).meta_info["metrics"])
     (out / f"dpo_metrics_{rank}.json").write_text(json.dumps(metrics))
+    for sharing, rows in ((2, range(6)), (1, range(3 * rank, 3 * rank + 3))):
+        worker = ILQLWorker(*ilql_arguments(model, ulysses_sequence_parallel_size=sharing))
+        worker.init_model()
+        worker.update_model(scored_rows().select_idxs(list(rows)))
+        save_file(parameters_of(worker), out / f"ilql_{sharing}_{rank}")
     critic = CriticWorker(critic_config(model, micro=3), seed=1)
     critic.init_model()
     gradients, _ = gradients_of(critic, lambda: critic.update_critic(data))
@@ -335,6 +353,20 @@ def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pai
         assert relative_error(shared, gradients) < 2e-6
         metrics = json.loads((two_ranks / f"dpo_metrics_{rank}.json").read_text())
         assert metrics == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_two_ranks_move_all_heads_of_ilql_as_one_does_whether_they_share_sequences_or_not(two_ranks, sharing):
+    group = LocalWorkerGroup(ClassWithInitArgs(ILQLWorker, *ilql_arguments(str(two_ranks / "model"))))
+    group.init_model()
+    (worker,), before = group.workers, parameters_of(group.workers[0])
+    group.update_model(scored_rows()).get()
+    expected = parameters_of(worker)
+    assert not torch.equal(expected["heads.target_q1.2.weight"], before["heads.target_q1.2.weight"])
+    for rank in (0, 1):
+        found = load_file(two_ranks / f"ilql_{sharing}_{rank}")
+        changes = ({name: state[name] - before[name] for name in expected} for state in (found, expected))
+        assert relative_error(*changes) < 1e-2  # rounding may turn a first step of Adam whose gradient is nearly 0
 
 
 def test_ordered_rows_make_the_same_mini_batches_on_two_ranks_as_on_one(two_ranks):
