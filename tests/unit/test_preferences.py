@@ -11,7 +11,7 @@ from test_supervised import TEMPLATE, loader, messages, write_rows
 from tiny_worker_models import local_group, reward_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-from verl_like.algorithms.preferences import dpo_loss, ipo_loss, pairwise_loss, preference_metrics
+from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller.failure import WorkerError
@@ -20,6 +20,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
+from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SupervisedConfig, broken_supervised_rules
 from verl_like.trainer.supervised.run_supervised import KINDS, SupervisedInputs, check_inputs, worker_arguments
 from verl_like.workers.planning.flops import ModelCost
@@ -106,8 +107,10 @@ def test_the_losses_are_those_of_their_papers():
     given_B = torch.tensor(difference_B)
     np.testing.assert_allclose(pairwise_loss(given_B), -np.log(p_B), rtol=1e-12)
     p_B = 1 / (1 + np.exp(-0.4 * difference_B))
-    np.testing.assert_allclose(dpo_loss(given_B, 0.4, 0.1), -0.9 * np.log(p_B) - 0.1 * np.log(1 - p_B), rtol=1e-12)
-    np.testing.assert_allclose(ipo_loss(given_B, 0.4, 0.0), (difference_B - 1.25) ** 2, rtol=1e-12)
+    np.testing.assert_allclose(
+        DPO_LOSSES["dpo"](given_B, 0.4, 0.1), -0.9 * np.log(p_B) - 0.1 * np.log(1 - p_B), rtol=1e-12
+    )
+    np.testing.assert_allclose(DPO_LOSSES["ipo"](given_B, 0.4, 0.0), (difference_B - 1.25) ** 2, rtol=1e-12)
 
 
 def test_the_metrics_of_pairs():
@@ -241,6 +244,17 @@ def test_a_pair_ends_with_a_token_that_ends_responses_of_the_policy(tiny_llama: 
     GenerationConfig(eos_token_id=[1, end], pad_token_id=0).save_pretrained(path)
     dataset = check_inputs(config_of(RMConfig, path, tmp_path), None).train_dataset
     assert dataset.last_tokens == {end} and dataset.longest == (4 + 7, f"{tmp_path}/train.jsonl, row 1")
+
+
+def test_the_step_of_the_lowest_brier_score_is_the_best(model_path: str, tmp_path: Path):
+    metric = "val-aux/brier"
+    settings = [f"trainer.best_ckpt_metric={metric}", f"data.val_files={tmp_path}/train.jsonl", "trainer.logger=[]"]
+    recorder = RunRecorder(config_of(RMConfig, model_path, tmp_path, *settings), KINDS[RMConfig].display)
+    assert [recorder.is_best(step, {metric: value}) for step, value in enumerate([0.3, 0.4, 0.2])] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_settings_without_effect_are_refused(model_path: str, tmp_path: Path):

@@ -8,6 +8,9 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.supervised.run_supervised import check_inputs
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.pretrained import check_tokenizer, load_tokenizer, save_settings
 
@@ -76,7 +79,7 @@ def test_a_byte_level_tokenizer_that_is_labelled_llama_keeps_its_spaces(byte_lev
     messages = [{"role": "user", "content": TEXT}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == f"{BEGIN}User: {TEXT}\n\nAssistant:"
-    check_tokenizer(tokenizer, byte_level, [TEXT, rendered])
+    check_tokenizer(tokenizer, byte_level, [TEXT, rendered], key="model")
 
 
 def test_the_exported_tokenizer_is_that_of_the_file_for_every_reader(
@@ -99,11 +102,11 @@ def test_a_tokenizer_that_reads_otherwise_than_its_file_is_refused(byte_level: T
     rebuilt.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     rebuilt.backend_tokenizer.decoder = decoders.Metaspace()
     with pytest.raises(ValueError, match=r"as the run reads it .*tokenizer.json: 'hello world\\nhow are you' becomes"):
-        check_tokenizer(rebuilt, byte_level, [TEXT])
+        check_tokenizer(rebuilt, byte_level, [TEXT], key="model")
     no_decoder = load_tokenizer(byte_level)
     no_decoder.backend_tokenizer.decoder = decoders.Fuse()
     with pytest.raises(ValueError, match=r"decoded as 'helloĠworldĊ.* not 'hello world"):
-        check_tokenizer(no_decoder, byte_level, [TEXT])
+        check_tokenizer(no_decoder, byte_level, [TEXT], key="model")
 
 
 def test_a_model_type_whose_readers_rebuild_the_exported_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -114,11 +117,17 @@ def test_a_model_type_whose_readers_rebuild_the_exported_tokenizer_is_refused(tm
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=258, show_progress=False, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(["123"] * 20, trainer)
-    config = write_folder(tmp_path, tokenizer)
-    check_tokenizer(load_tokenizer(config), config, ["123"])
+    config = write_folder(tmp_path, tokenizer, eos_token="z")
+    check_tokenizer(load_tokenizer(config), config, ["123"], key="model")
     Qwen2Config(vocab_size=258).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"as an export of it reads it \(Qwen2Tokenizer\), is not that of"):
-        check_tokenizer(load_tokenizer(config), config, ["123"])
+        check_tokenizer(load_tokenizer(config), config, ["123"], key="model")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a123"}')
+    own = [f"data.train_files={tmp_path}/rows.jsonl", f"model.path={tmp_path}", "trainer.device=cpu"]
+    settings = load_config(SFTConfig, broken_supervised_rules, [*own, "data.train_batch_size=1"])
+    with pytest.raises(ValueError, match=r"the tokenizer of model, as an export of it .*set model\.tokenizer_path"):
+        check_inputs(settings, None)
 
 
 def test_a_tokenizer_of_sentencepiece_keeps_its_own_spaces(tmp_path: Path) -> None:
@@ -136,7 +145,7 @@ def test_a_tokenizer_of_sentencepiece_keeps_its_own_spaces(tmp_path: Path) -> No
     ids = loaded("hello\n world", add_special_tokens=False)["input_ids"]
     assert ids == [words.index(piece) for piece in ["▁", *"hello", "<0x0A>", "▁", *"world"]]
     assert loaded.decode(ids) == "hello\n world"
-    check_tokenizer(loaded, config, ["hello\n world"])
+    check_tokenizer(loaded, config, ["hello\n world"], key="model")
 
 
 def test_a_tokenizer_without_tokenizer_json_is_left_to_its_class(tmp_path: Path) -> None:
@@ -148,4 +157,4 @@ def test_a_tokenizer_without_tokenizer_json_is_left_to_its_class(tmp_path: Path)
     config = TrainedModelConfig(path=str(tmp_path))
     tokenizer = load_tokenizer(config)
     assert tokenizer.tokenize("hello he") == ["he", "l", "l", "o", "Ġ", "he"]
-    check_tokenizer(tokenizer, config, ["hello"])
+    check_tokenizer(tokenizer, config, ["hello"], key="model")

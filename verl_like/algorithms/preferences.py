@@ -20,17 +20,15 @@ def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> tor
     return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(-difference)
 
 
-def dpo_loss(log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
-    """`pairwise_loss` of beta h, (B,)."""
-    return pairwise_loss(beta * log_ratio_difference, label_smoothing)
-
-
 def ipo_loss(log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
     """(h - 1 / (2 beta))^2, (B,): IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no label is smoothed."""
     return (log_ratio_difference - 1 / (2 * beta)) ** 2
 
 
-DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {"dpo": dpo_loss, "ipo": ipo_loss}
+DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
+    "dpo": lambda log_ratio_difference, beta, smoothing: pairwise_loss(beta * log_ratio_difference, smoothing),
+    "ipo": ipo_loss,
+}
 """By `training.loss_type`: (h (B,), beta, label_smoothing) -> (B,)."""
 
 

@@ -77,7 +77,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
             train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
     render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
     first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
-    pretrained.check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts)
+    pretrained.check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts, key="actor_rollout_ref.model")
     if config.needs_teacher and config.actor_rollout_ref.teacher_model:
         check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
     config = with_training_steps(config, len(train_dataset))

@@ -140,7 +140,7 @@ class RunRecorder:
         return True
 
     def _value_of(self, metrics: dict[str, float]) -> float:
-        """`trainer.best_ckpt_metric` of a validation, of a loss its negative; NaN where there is none."""
+        """`trainer.best_ckpt_metric` of a validation, its negative where less is better; NaN where there is none."""
         name = self.config.trainer.best_ckpt_metric
         if name is None:
             return math.nan
@@ -151,7 +151,7 @@ class RunRecorder:
             )
         self.has_best_metric = True
         value = metrics.get(name, math.nan)
-        return -value if name.endswith("loss") else value
+        return -value if name.endswith(("loss", "brier")) else value
 
     def show_generations(
         self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int

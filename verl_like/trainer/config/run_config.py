@@ -39,8 +39,8 @@ class RecordConfig(ConfigModel):
     """Newest checkpoints that are kept; older ones are removed after a newer one is complete."""
     best_ckpt_metric: str | None = None
     """Metric of the validation, e.g. val-core/openai/gsm8k/acc/mean@1: a step after which it is higher than ever before
-    (lower, where its name ends in loss) has a checkpoint, and the last such one is kept besides. null means that
-    validation makes no checkpoint."""
+    (lower, where its name ends in loss or brier) has a checkpoint, and the last such one is kept besides. null means
+    that validation makes no checkpoint."""
 
     @model_validator(mode="after")
     def a_run_to_resume_is_named(self) -> "RecordConfig":

@@ -22,7 +22,13 @@ from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig,
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
-from verl_like.workers.models.pretrained import check_sequence_length, empty_model, fetch_weights, load_tokenizer
+from verl_like.workers.models.pretrained import (
+    check_sequence_length,
+    check_tokenizer,
+    empty_model,
+    fetch_weights,
+    load_tokenizer,
+)
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.supervised import DPOWorker, ILQLWorker, RMWorker, SFTWorker, SupervisedWorker
@@ -108,6 +114,8 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
+    first_rows = [train.collate([row]).tensors()["input_ids"][0].tolist() for row in range(min(16, len(train)))]
+    check_tokenizer(tokenizer, config.model, tokenizer.batch_decode(first_rows), key="model")
     if isinstance(config, RMConfig):
         config = with_padding_token(config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets)))
     sampler = EpochSampler(len(train), data.train_batch_size, config.trainer.seed, data.shuffle)

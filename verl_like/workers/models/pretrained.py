@@ -227,7 +227,9 @@ def tokenizer_file(config: TrainedModelConfig) -> str | None:
     return cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConfig, texts: Sequence[str]) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, config: TrainedModelConfig, texts: Sequence[str], *, key: str
+) -> None:
     """Raises ValueError unless a run's tokenizer, and the one that it exports, read `texts` as `tokenizer.json` says:
     the same token ids, and the same text after decoding."""
     file = tokenizer_file(config)
@@ -241,7 +243,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         # Of some model types transformers reads a tokenizer by a class of its own, whatever the folder names.
-        load_hf_config(config, key="actor_rollout_ref.model").save_pretrained(folder)
+        load_hf_config(config, key=key).save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for text in texts:
         ids = reference.encode(text, add_special_tokens=False).ids
@@ -251,10 +253,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TrainedModelConf
             own_decoded = one.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             if own_ids != ids or own_decoded != decoded:
                 raise ValueError(
-                    f"the tokenizer of actor_rollout_ref.model, as {name} reads it ({type(one).__name__}), is not that "
+                    f"the tokenizer of {key}, as {name} reads it ({type(one).__name__}), is not that "
                     f"of {file}: {text!r} becomes {own_ids}, not {ids}, and those are decoded as {own_decoded!r}, not "
                     f"{decoded!r}. Training, or a program that loads its result, would read other text than the model "
-                    "knows: set actor_rollout_ref.model.tokenizer_path to a folder that transformers reads as its "
+                    f"knows: set {key}.tokenizer_path to a folder that transformers reads as its "
                     "tokenizer.json says."
                 )
 
