@@ -287,15 +287,9 @@ class PPOTrainer:
                 cleanup.callback(template.close)
             inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
             config = inputs.config
-            equal = map(torch.equal, self.models["actor"].parameters(), self.models["ref"].parameters())
             if reference := inputs.role_worker_mapping.get(Role.RefPolicy):
                 # The actor may start with other weights than the reference.
                 reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
-            elif config.needs_reference and not all(equal):
-                raise ValueError(
-                    "the reference is the actor without its adapter, but initial_model has other weights: give "
-                    "deepcopy(actor), or actor_rollout_ref.model.lora_rank=0"
-                )
             if not is_local:
                 start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
                 cleanup.callback(ray.shutdown)
