@@ -72,6 +72,22 @@ def metrics_of(folder: Path) -> list[dict]:
     return rows
 
 
+def largest_difference(folder: Path, expected: Path, num_steps: int | None = None) -> tuple[float, str]:
+    """Between the metrics of the first steps of two runs, relative or, of a number below 1, absolute; and its metric.
+
+    Left out are times, and how the rows are divided among ranks.
+    """
+    of_placement = ("timing_s/", "perf/", "reward/early_ratio", "global_seqlen/")
+    rows, others = (metrics_of(each)[:num_steps] for each in (folder, expected))
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    names = [[name for name in row if not name.startswith(of_placement) and "/perf/" not in name] for row in others]
+    return max(
+        (abs(row[name] - other[name]) / max(1, abs(other[name])), name)
+        for row, other, of_row in zip(rows, others, names, strict=True)
+        for name in of_row
+    )
+
+
 APART = ["placement=detached", "trainer.n_gpus_per_node=1"]
 GRPO = [*APART, "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=true"]
 AHEAD = ["detached.max_staleness=1", "trainer.total_training_steps=5", "trainer.test_freq=5"]
