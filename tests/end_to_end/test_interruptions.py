@@ -72,7 +72,8 @@ def wait_for_call(folder: Path, process: subprocess.Popen, method: str) -> psuti
         assert time.monotonic() < deadline, (folder / "out").read_text()
         if method == "ray.init" and "Starting Ray" in (folder / "out").read_text():
             return None
-        for child in psutil.Process(process.pid).children(recursive=True):
+        children = psutil.Process(process.pid).children(recursive=True)
+        for child in children * 20:  # a call may be shorter than it takes to list them
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "".join(child.cmdline()[:1]).endswith(f" {method}"):
                     return child
