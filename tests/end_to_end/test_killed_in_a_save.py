@@ -13,6 +13,7 @@ from test_sft import config_in, model_path, numbers_of, run_here, trainer_in
 from verl_like.trainer import checkpoint
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.supervised.run_supervised import check_inputs
 
 assert model_path  # a fixture
 STEPS = ["trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=-1"]
@@ -40,6 +41,16 @@ def train_and_die(config: SupervisedConfig, step: int, operation: int | str, kil
     trainer.fit()
 
 
+def look_and_continue(config: SupervisedConfig, restored: Path) -> None:
+    """Continues a run, or begins anew where it has no checkpoint; `restored` is given the step or None."""
+    run, _ = find_run(check_inputs(config, None).config)
+    restored.write_text(str(run.checkpoint.step if run else None))
+    if run:
+        run.lock.close()
+    if run or not checkpoint.steps(restored.parent / "runs/latest"):
+        run_here(config)
+
+
 def kill_and_continue(parent: Path, model_path: str, name: str, step: int, *operations: str) -> None:
     """A run for each operation of the save of a step, or for those named, and one that is not killed.
 
@@ -54,12 +65,7 @@ def kill_and_continue(parent: Path, model_path: str, name: str, step: int, *oper
         config = whole.updated({"trainer.default_local_dir": f"{folder}/runs"})
         code = in_a_fork(train_and_die, config, step, operation, folder / "killed_at")
         assert code in (-signal.SIGKILL, 0)
-        run, _ = find_run(config)
-        (folder / "restored").write_text(str(run.checkpoint.step if run else None))
-        if run:
-            run.lock.close()
-        if run or not checkpoint.steps(folder / "runs/latest"):
-            assert in_a_fork(run_here, config) == 0
+        assert in_a_fork(look_and_continue, config, folder / "restored") == 0
 
 
 def killed_at_each(parent: Path, *arguments: str) -> tuple[list[str], list[str]]:
