@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from examples.ilql.walks import GOAL, MAX_STEPS, PLACES, VOCABULARY, Graph, best_score
@@ -74,6 +75,7 @@ def scores(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="of each seed")
+    transformers.logging.disable_progress_bar()
     rows = {folder.name: scores(folder) for folder in parser.parse_args().folders}
     rows["mean"] = {name: sum(row[name] for row in rows.values()) / len(rows) for name in next(iter(rows.values()))}
     print("\n" + "".join(f"{name:>19}" for name in ("seed", *rows["mean"])))
