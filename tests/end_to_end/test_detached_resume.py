@@ -23,6 +23,7 @@ SIDES = {
 }
 # The part of a rank that is there, of a checkpoint that is not complete yet.
 WRITTEN = "global_step_*.partial/actor/checkpoint/*.safetensors"
+VALIDATED = "val-core/exact_match/acc/mean@1"
 PHASES = ["generate_sequences", "update_actor", "export_weights", "load_weights", WRITTEN]
 
 
@@ -78,7 +79,13 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
     for step in restored:
         assert f"Continuing {newest.folder.parent} after step {step}." in output
         assert f"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, 0 again" in output
-    assert numbers_of(parts) == numbers_of(whole)
+    rows, expected_rows = numbers_of(parts), numbers_of(whole)
+    if sides == "2 makers":  # which versions the first maker has as a validation is due depends on how fast it is
+        both = {row["step"] for row in rows if VALIDATED in row} & {row["step"] for row in expected_rows}
+        rows, expected_rows = (
+            [row for row in each if VALIDATED not in row or row["step"] in both] for each in (rows, expected_rows)
+        )
+    assert rows == expected_rows
     assert [row["step"] for row in metrics_of(parts) if "actor/lr" in row][-1] == 30
     expected, tensors = tensors_of(whole, 30), tensors_of(parts, 30)
     assert tensors.keys() == expected.keys()
