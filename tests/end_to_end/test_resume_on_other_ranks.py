@@ -19,7 +19,7 @@ STOPS = (10, 20, 40)
 """The step in which each part of a run ends."""
 START = 2, 1
 """Ranks that train and replicas that generate: of the run that is not stopped, and of the first part of the others."""
-PLACES = {"ranks and replicas": [(1, 2), (4, 3)]}
+PLACES = {"ranks and replicas": [(1, 2), (4, 3)], "replicas": [(2, 2), (2, 3)], "ranks": [(1, 1), (4, 1)]}
 """Those of the parts that follow."""
 RECORDER = """
 import json
@@ -63,7 +63,7 @@ def train(folder: Path, settings: list[str], last_step: int, ranks: int, replica
     assert run.returncode == (0 if last_step == STOPS[-1] else 130), run.stderr
 
 
-@pytest.fixture(scope="module", params=["hf"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable
 ) -> Iterator[tuple[str, list[str], Path]]:

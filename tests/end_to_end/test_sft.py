@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import metrics_of
+from runs import largest_difference, metrics_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -151,3 +151,21 @@ def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(
         names = [name for name in one if not name.startswith(("global_seqlen/", "training/"))]
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     auto_class.from_pretrained(tmp_path / "two/runs/latest/global_step_6/model/huggingface")
+
+
+@pytest.mark.ray
+@pytest.mark.proof
+def test_a_run_goes_on_on_other_ranks_with_equal_numbers(
+    tmp_path: Path, model_path: str, record_property: Callable[[str, object], None]
+):
+    for name, parts in (("whole", [(2, 24)]), ("parts", [(2, 8), (1, 16), (4, 24)])):
+        for ranks, steps in parts:
+            settings = [f"trainer.n_gpus_per_node={ranks}", f"trainer.total_training_steps={steps}"]
+            config = config_in(
+                tmp_path / name, model_path, *settings, "data.train_batch_size=8", "ray_kwargs.ray_init.num_cpus=4"
+            )
+            assert run_supervised(config, worker_template.start(WORKERS)) == 0
+    difference, metric = largest_difference(tmp_path / "parts", tmp_path / "whole")
+    assert difference < 1e-5, metric
+    print(f"| `main_sft` | 2 -> 1 -> 4 | | 24 of 24 steps | {difference:.0e}, `{metric}` | |")
+    record_property("result", f"24 of 24 steps within {difference:.0e}")
