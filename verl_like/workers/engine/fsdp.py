@@ -211,7 +211,8 @@ class FsdpEngine(TrainingEngine):
     def _clip_gradients(self) -> float:
         """Scales the gradients to a norm of at most `grad_clip`; returns their norm over all ranks."""
         gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
-        squared = torch.nn.utils.get_total_norm(gradients).square()
+        # Of no gradients the norm is float32, on other ranks it may be bfloat16.
+        squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
         if grad_norm > self.training.grad_clip:
