@@ -18,5 +18,8 @@ def ray_cluster() -> Iterator[None]:
         logging_level="ERROR",
         runtime_env={"env_vars": {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[:2]))}},  # for toy_workers
     )
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Of several ranks that fail, the caller reads one; Ray would print the others among the results.
+        patch.setenv("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        yield
     ray.shutdown()
