@@ -23,10 +23,11 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
 from verl_like.trainer.memory import ModelSize
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.engine import TrainedFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.lora import lora_config
-from verl_like.workers.models.pretrained import empty_model
+from verl_like.workers.models.pretrained import empty_model, load_pretrained
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
 from verl_like.workers.rollout.request import GenerationRequest, Sampling
@@ -261,6 +262,18 @@ def test_the_model_under_an_adapter_is_named_by_its_whole_path(path: str, monkey
     hf = empty_model(policy("./model").model, AutoModelForCausalLM, key="m")
     assert hf.peft_config["default"].base_model_name_or_path == path
     assert lora_config(hf, policy("some/name").model).base_model_name_or_path == "some/name"  # of the hub
+
+
+def test_ranks_that_read_weights_and_ranks_that_get_them_store_an_adapter_alike(path: str):
+    config, fsdp = policy(path).model, TrainedFsdpConfig(model_dtype="bfloat16")
+    read, empty = (
+        load_pretrained(AutoModelForCausalLM, config, fsdp, key="m", device="cpu", weights=weights)
+        for weights in (True, False)
+    )
+    assert {name: value.dtype for name, value in read.named_parameters()} == dict.fromkeys(
+        [name for name, _ in empty.named_parameters()], torch.bfloat16
+    )
+    assert {value.dtype for value in empty.parameters()} == {torch.bfloat16}
 
 
 def test_a_teacher_has_no_adapter(path: str):

@@ -61,6 +61,8 @@ def add_adapter(hf: PreTrainedModel, layers: Sequence[nn.Module], config: ModelC
         inject_adapter_in_model(lora_config(hf, config), hf)
     except ValueError as error:
         raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
+    for _, parameter in trained_parameters(hf):
+        parameter.data = parameter.to(hf.dtype)  # as peft does, but not on the meta device
     adapted = {name: module for name, module in hf.named_modules() if isinstance(module, BaseTunerLayer)}
     names = [] if isinstance(targets, str) else targets
     if unused := [name for name in names if not any(f".{each}".endswith(f".{name}") for each in adapted)]:
