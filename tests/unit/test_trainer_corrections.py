@@ -35,6 +35,7 @@ class Models(Worker):
         attention_mask = torch.cat([torch.ones(4, 2, dtype=torch.long), MASK], dim=1)
         rollout_log_probs = torch.full((4, 3), math.log(0.5))
         columns = {"response_mask": MASK, "attention_mask": attention_mask, "rollout_log_probs": rollout_log_probs}
+        columns["position_ids"] = attention_mask.cumsum(dim=1) - 1
         return DataProto.from_dict(tensors=columns)
 
     @register(**COMPUTE, reads=["rollout_log_probs"], writes=["old_log_probs"])
