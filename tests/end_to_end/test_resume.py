@@ -94,7 +94,9 @@ def test_a_checkpoint_that_is_written_during_later_steps_is_that_of_its_step(tmp
     run_locally(tmp_path / "plain", tiny_llama, *settings, steps=4)
     with local_trainer(tmp_path / "late", tiny_llama, *settings, steps=4) as trainer:
         goes_on, learn = threading.Event(), trainer.learner.learn
-        trainer.groups["actor"].workers[0].engine.writer.thread.submit(goes_on.wait, 60)
+        writer = trainer.groups["actor"].workers[0].engine.writer
+        write = writer._write
+        writer._write = lambda *given: goes_on.wait(60) and write(*given)
 
         def learn_until_the_last_step(experience: Experience) -> Update:
             assert trainer.global_step < 3 or not checkpoint.steps(trainer.recorder.run_dir)

@@ -39,9 +39,11 @@ class Payload:
 @contextlib.contextmanager
 def writing_is_held_up(group: LocalWorkerGroup) -> Iterator[None]:
     """Within it a save copies, and what was copied is not written."""
-    goes_on = threading.Event()
-    group.workers[0].engine.writer.thread.submit(goes_on.wait, 60)
-    yield
+    writer, goes_on = group.workers[0].engine.writer, threading.Event()
+    write = writer._write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_write", lambda *given: goes_on.wait(60) and write(*given))
+        yield
     goes_on.set()
 
 
