@@ -1,10 +1,12 @@
 """Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters, checkpoints."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -234,12 +236,19 @@ class FsdpEngine(TrainingEngine):
         """The tokenizer that is saved with the model; a large one takes a second to load."""
         return load_tokenizer(cast(TrainedModelConfig, self.config))
 
+    @cached_property
+    def settings_folder(self) -> TemporaryDirectory[str]:
+        """The configuration and the tokenizer as files. To make them takes long under Python's lock, to copy them not."""
+        folder = TemporaryDirectory()
+        save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder.name)
+        if self.adapter_settings:
+            self.adapter_settings.save_pretrained(folder.name)
+        return folder
+
     def save(self, path: str) -> None:
         def write_settings() -> None:
             if dist.get_rank() == 0:
-                save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), path)
-                if self.adapter_settings:
-                    self.adapter_settings.save_pretrained(path)
+                shutil.copytree(self.settings_folder.name, path, dirs_exist_ok=True)
 
         # What is offloaded is copied from where it is, so that a rollout engine keeps its share of the device.
         self.writer.begin(self._state(), Path(path), write_settings)
