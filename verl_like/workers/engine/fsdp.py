@@ -1,7 +1,6 @@
 """Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters, checkpoints."""
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -237,18 +236,20 @@ class FsdpEngine(TrainingEngine):
         return load_tokenizer(cast(TrainedModelConfig, self.config))
 
     @cached_property
-    def settings_folder(self) -> TemporaryDirectory[str]:
-        """The configuration and the tokenizer as files. To make them takes long under Python's lock, to copy them not."""
-        folder = TemporaryDirectory()
-        save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder.name)
-        if self.adapter_settings:
-            self.adapter_settings.save_pretrained(folder.name)
-        return folder
+    def settings(self) -> dict[str, bytes]:
+        """The files of configuration and tokenizer, by name. To make them takes long under Python's lock."""
+        with TemporaryDirectory() as folder:
+            save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder)
+            if self.adapter_settings:
+                self.adapter_settings.save_pretrained(folder)
+            files = [file for file in Path(folder).rglob("*") if file.is_file()]
+            return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
     def save(self, path: str) -> None:
         def write_settings() -> None:
-            if dist.get_rank() == 0:
-                shutil.copytree(self.settings_folder.name, path, dirs_exist_ok=True)
+            for name, content in self.settings.items() if dist.get_rank() == 0 else ():
+                Path(path, name).parent.mkdir(exist_ok=True)
+                Path(path, name).write_bytes(content)
 
         # What is offloaded is copied from where it is, so that a rollout engine keeps its share of the device.
         self.writer.begin(self._state(), Path(path), write_settings)
