@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 
-from verl_like.workers.models.lora import is_adapter, merge, trained_parameters
+from verl_like.workers.models.lora import merged_weights, trained_parameters
 from verl_like.workers.models.pretrained import save_weights
 
 ADAPTER = "adapter_config.json"
@@ -52,7 +52,7 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
         raise ValueError(f"{out} exists: remove it, or give a folder that does not.")
     hf = empty_model(checkpoint, dtype)
     if (checkpoint / ADAPTER).is_file():
-        weights = merged_weights(checkpoint, hf, ema)
+        weights = weights_of_adapter(checkpoint, hf, ema)
     else:
         weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
     try:
@@ -82,7 +82,7 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
         return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
 
 
-def merged_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
     """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in them.
 
     Raises ValueError where that model is not there any more, or the adapter is not whole.
@@ -92,14 +92,12 @@ def merged_weights(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str
         names = trained_parameters(LoraModel(type(hf)(hf.config), settings, "default").model)
     adapter = read_weights(checkpoint, torch.float32, names, ema)
     try:
-        merged = merge(type(hf), hf.config, settings, adapter)
+        return merged_weights(hf, settings, adapter, hf.dtype)
     except OSError as error:
         raise ValueError(
             f"{checkpoint} has an adapter of {settings.base_model_name_or_path}, which cannot be read ({error}): "
             "put that model there."
         ) from error
-    heads = {name: weight.to(hf.dtype) for name, weight in adapter.items() if not is_adapter(name)}
-    return heads | {name: parameter.detach().to(hf.dtype) for name, parameter in merged.named_parameters()}
 
 
 def read_weights(

@@ -219,14 +219,15 @@ def test_a_context_longer_than_the_models_is_refused_with_the_sum(refusal: Refus
     assert "200 + 100 = 300" in message and "256 positions" in message
 
 
-def test_a_critic_whose_positions_depend_on_the_length_of_a_sequence_is_refused(
-    refusal: Refusal, tiny_llama: Callable, tmp_path: Path
+@pytest.mark.parametrize("model", ["critic.model", "reward_model.model"])
+def test_a_critic_and_a_reward_model_with_fewer_positions_than_a_response_may_take_are_refused(
+    refusal: Refusal, tmp_path: Path, model: str
 ):
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    LlamaConfig(max_position_embeddings=11, rope_parameters=rope).save_pretrained(tmp_path / "critic")
-    message = refusal(f"critic.model.path={tmp_path / 'critic'}")
-    assert f"critic.model.path={tmp_path / 'critic'} has positions of the type rope_type=dynamic" in message
-    assert "data.max_prompt_length + data.max_response_length = 12" in message
+    LlamaConfig(max_position_embeddings=11).save_pretrained(tmp_path / "short")
+    enabled = ["reward_model.enable=true"] if model.startswith("reward") else []
+    message = refusal(f"{model}.path={tmp_path / 'short'}", *enabled)
+    assert f"{model}.path={tmp_path / 'short'} has 11 positions" in message
+    assert "data.max_prompt_length + data.max_response_length = 8 + 4 = 12 tokens: lower" in message
 
 
 def test_a_model_that_drops_activations_in_training_is_refused(refusal: Refusal):

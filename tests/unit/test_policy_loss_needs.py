@@ -85,7 +85,7 @@ def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_r
     with pytest.raises(ValueError, match="is not that of the policy"):
         check_teacher(distilling(student, teacher).teacher_model, tokenizer)
     rewrite(config, '"max_position_embeddings": 2048', '"max_position_embeddings": 15')
-    with pytest.raises(ValueError, match=f"the model at {teacher} has 15 positions"):
+    with pytest.raises(ValueError, match=f"teacher_path={teacher} has 15 positions"):
         check_models(load_ppo_config([*run, "critic.model.path=" + student]))
 
 

@@ -154,7 +154,7 @@ def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
         ("data.train_files=no_such.jsonl", "data file no_such.jsonl does not exist"),
         ("data.train_batch_size=4", "has 2 rows, fewer than data.train_batch_size=4"),
         ("model.path=./no_model", r"model\.path=\./no_model: there is no model"),
-        ("+model.override_config.max_position_embeddings=4", "has 8 tokens, but the model .* has 4 positions"),
+        ("+model.override_config.max_position_embeddings=4", "has 4 positions; .*row 0: the conversation has 8 tokens"),
         ("+model.override_config.attn_implementation=flash_attention_2", "flash-attn is not installed"),
         ("ray_kwargs.ray_init.num_cpus=1", r"(?s)model_pool .*trainer\.nnodes and trainer\.n_gpus_per_node"),
         pytest.param(

@@ -93,10 +93,10 @@ def test_a_copy_that_is_being_written_is_not_written_over(tmp_path: Path):
 
 def test_the_settings_that_a_thread_writes_leave_the_model_as_it_is(tmp_path: Path):
     engine = actor_group(tmp_path / "model").workers[0].engine
-    before = engine.hf_config.to_dict()
+    before = engine.model.hf.config.to_dict()
     save_settings(engine.model.hf, engine.tokenizer, torch.bfloat16, str(tmp_path / "written"))
     assert json.loads((tmp_path / "written/config.json").read_text())["dtype"] == "bfloat16"
-    assert engine.hf_config.to_dict() == before and engine.hf_config.dtype == torch.float32
+    assert engine.model.hf.config.to_dict() == before and engine.model.hf.config.dtype == torch.float32
 
 
 def test_a_file_that_cannot_be_written_is_named_and_removed_and_the_next_save_writes_it(tmp_path: Path):

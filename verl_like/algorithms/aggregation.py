@@ -23,6 +23,7 @@ def agg_loss(
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it *is* that loss.
 
@@ -47,6 +48,7 @@ def agg_loss(
         global_batch_size: rows with at least one such token in the mini-batch.
         loss_scale_factor: the constant of seq-mean-token-sum-norm; None = R of this call, which is the same for all
             micro-batches only when they are padded to the same R.
+        scale: (B, R) float, factor of the loss of each token, such as an importance weight; None = 1.
 
     Returns:
         Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).
@@ -62,6 +64,7 @@ def agg_loss(
             f"agg_loss got dp_size={dp_size}, batch_num_tokens={batch_num_tokens}, global_batch_size="
             f"{global_batch_size}: one rank cannot count the mini-batch of several; pass both counts"
         )
+    loss_mat = loss_mat if scale is None else loss_mat * scale
     if loss_agg_mode == "seq-mean-token-mean":
         tokens_per_row = loss_mask.bool().sum(dim=-1).clamp(min=1)
         total = (masked_sum(loss_mat, loss_mask, axis=-1) / tokens_per_row).sum()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.data.rows import bad_row, padding_token, read_records, render
+from verl_like.data.rows import bad_row, check_messages, padding_token, read_records, render
 from verl_like.protocol import DataProto
 
 Message = Mapping[str, Any]
@@ -165,11 +165,7 @@ def messages_in(record: Any, field: str, role: str | None, place: str, expected:
         raise bad_row(
             place, f"field {field!r}", value, f"chat messages; the row has {', '.join(record)}, expected {expected}"
         )
-    for position, message in enumerate(said):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            expected = '{"role": "user", "content": "..."}, where content is a text, "" beside tool_calls'
-            raise bad_row(place, f"field {field}[{position}]", message, expected)
-    return [{key: text for key, text in message.items() if text is not None} for message in said]
+    return list(check_messages(said, field, place))
 
 
 def tokens_of(

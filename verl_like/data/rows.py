@@ -87,13 +87,7 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
     if not isinstance(messages, list) or not messages:
         fields = f"; the row has {', '.join(record)}: set data.prompt_key" if messages is None else ""
         raise bad_row(place, f"field {prompt_key!r}", messages, _MESSAGES + fields)
-    for position, message in enumerate(messages):
-        field = f"field {prompt_key}[{position}]"
-        if not isinstance(message, dict):
-            raise bad_row(place, field, message, 'a chat message {"role": "user", "content": "..."}')
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise bad_row(place, f"{field}[{key!r}]", message.get(key), "a string")
+    messages = check_messages(messages, prompt_key, place)
     data_source = record.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
         raise bad_row(place, f"field {reward_fn_key!r}", data_source, "a string that names the data set")
@@ -106,9 +100,19 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
-    # Parquet fills the keys that only other rows' messages have with null.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return PromptRow(place, messages, data_source, reward_model, extra_info or {})
+
+
+def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict[str, Any]]:
+    """The messages, of which each has the texts `role` and `content`, without keys that are null.
+
+    Parquet fills the keys that only other messages have with null. Raises ValueError for anything else.
+    """
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            expected = '{"role": "user", "content": "..."}, where content is a text, "" beside tool_calls'
+            raise bad_row(place, f"field {field}[{position}]", message, expected)
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def render(

@@ -58,34 +58,28 @@ def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
     """
     trainer = config.trainer
     notes: list[str] = []
-    if trainer.resume_mode == "resume_path":
-        run_dir = Path(trainer.resume_from_path or "").expanduser().resolve()
-        if not checkpoint.steps(run_dir):
-            raise ValueError(
-                f"trainer.resume_from_path={run_dir} has no checkpoint (global_step_N/{checkpoint.MANIFEST}): give the "
-                "folder of a run that saved one."
-            )
-        whole, _ = checkpoint.newest(run_dir, hashes=False)
-        if whole and whole.step >= config.num_steps_of_run:
-            done = f"{whole.step} of {config.num_steps_of_run} steps"
-            raise ValueError(f"{run_dir} already has {done}: raise trainer.total_training_steps to train on.")
-        if differing := differing_keys(config, run_dir):
-            raise ValueError(
-                f"{run_dir} has other settings, which would change its numbers: {'; '.join(differing)}. Give them as "
-                "they were, or trainer.resume_mode=disable for a new run."
-            )
-        return go_on(config, run_dir, notes), notes
-    if trainer.resume_mode == "auto":
+    run_dirs: list[Path] = []
+    is_named = trainer.resume_mode == "resume_path"
+    if is_named:
+        run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
+    elif trainer.resume_mode == "auto":
         parent = Path(trainer.default_local_dir).expanduser().resolve()
-        for run_dir in sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True):
-            whole, _ = checkpoint.newest(run_dir, hashes=False)  # a finished run is not hashed at every start
-            if not checkpoint.steps(run_dir) or (whole and whole.step >= config.num_steps_of_run):
-                continue
-            if differing := differing_keys(config, run_dir):
-                notes.append(f"{run_dir} is unfinished and is not continued: it has {'; '.join(differing)}.")
-                continue
-            if run := go_on(config, run_dir, notes):
-                return run, notes
+        run_dirs = sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True)
+    for run_dir in run_dirs:
+        whole, _ = checkpoint.newest(run_dir, hashes=False)  # a finished run is not hashed at every start
+        why_not = ""
+        if not checkpoint.steps(run_dir):
+            why_not = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST}): name a run that saved one"
+        elif whole and whole.step >= (steps := config.num_steps_of_run):
+            why_not = f"already has {whole.step} of {steps} steps: raise trainer.total_training_steps"
+        elif differing := differing_keys(config, run_dir):
+            why_not = f"has other settings: {'; '.join(differing)}. Give them as they were, since they change numbers"
+            notes += [] if is_named else [f"{run_dir} is unfinished and is not continued: it {why_not}."]
+        if why_not and is_named:
+            advice = "or set trainer.resume_mode=disable for a new run"
+            raise ValueError(f"trainer.resume_from_path={run_dir} {why_not}, {advice}.")
+        if not why_not and (run := go_on(config, run_dir, notes)):
+            return run, notes
     return None, notes
 
 

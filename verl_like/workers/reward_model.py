@@ -37,21 +37,11 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["rm_scores"])
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Score of each sequence, (B, R) float32: on the last response token, 0 elsewhere.
-
-        Raises ValueError for a sequence longer than the reward model can read.
-        """
-        rows = to_rows(data, self.device)
-        longest, limit = int(rows["attention_mask"].sum(-1).max()), self.engine.hf_config.max_position_embeddings
-        if longest > limit:
-            raise ValueError(
-                f"A sequence has {longest} tokens, but the reward model {self.config.model.path} reads at most "
-                f"{limit}; lower data.max_prompt_length + data.max_response_length, or take another reward model."
-            )
+        """Score of each sequence, (B, R) float32: on the last response token, 0 elsewhere."""
         micro_batching = MicroBatching(
             self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
         )
-        (rm_scores_BR,) = forward(self.engine, rows, micro_batching, self._score)
+        (rm_scores_BR,) = forward(self.engine, to_rows(data, self.device), micro_batching, self._score)
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
 
     def _score(self, micro: Rows) -> tuple[torch.Tensor]:

@@ -37,8 +37,6 @@ def compute_policy_loss_cispo(
     ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     losses = -clipped * advantages * log_prob
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {"actor/pg_clipfrac": ratio != clipped, "actor/ppo_kl": -log_ratio}
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

@@ -80,8 +80,6 @@ def compute_policy_loss_clip_cov(
     clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     left_out = selected_tokens & ~(clipped > unclipped)
     losses = torch.maximum(unclipped, clipped) * ~left_out
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {"actor/pg_clipfrac": left_out, "actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

@@ -53,12 +53,10 @@ def compute_policy_loss_dppo_kl(
         (binary_kl <= config.clip_ratio_low) | (prob >= old_prob),
     )
     losses = -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob * is_valid
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {
         "actor/pg_clipfrac": ~is_valid,
         "actor/ppo_kl": -log_ratio,
         "actor/pg_clipfrac_lower": is_valid & (ratio > config.clip_ratio_c),
     }
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

@@ -51,8 +51,6 @@ def compute_policy_loss_dro(
     log_ratio = log_prob - old_log_prob
     assert options.dro_beta is not None
     losses = 0.5 * options.dro_beta * log_ratio.square() - advantages * log_prob
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

@@ -25,6 +25,4 @@ def compute_policy_loss_gpg(
     """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
     assert config is not None
     losses = -advantages * zero_masked(log_prob, response_mask)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), {}

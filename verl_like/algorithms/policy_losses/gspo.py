@@ -47,8 +47,6 @@ def compute_policy_loss_gspo(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     losses = torch.maximum(unclipped, clipped)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {"actor/pg_clipfrac": clipped > unclipped, "actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

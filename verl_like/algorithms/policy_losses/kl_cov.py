@@ -73,8 +73,6 @@ def compute_policy_loss_kl_cov(
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     distance = log_ratio.abs()
     losses = options.ppo_kl_coef * distance * selected_tokens - advantages * torch.exp(log_ratio)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), {
         "actor/ppo_kl": distance.detach()
     }

@@ -32,8 +32,6 @@ def compute_policy_loss_reinforce(
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     losses = -advantages * log_prob
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {"actor/ppo_kl": (old_log_prob - log_prob).detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

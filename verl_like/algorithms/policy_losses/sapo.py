@@ -53,8 +53,6 @@ def compute_policy_loss_sapo(
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
     losses = -advantages * torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * (4 / tau)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

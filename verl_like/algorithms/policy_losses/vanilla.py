@@ -41,8 +41,6 @@ def compute_policy_loss_vanilla(
     surrogate = torch.maximum(unclipped, clipped)
     bound = -advantages * config.clip_ratio_c
     losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
 
     with torch.no_grad():
         metrics = {
@@ -50,4 +48,4 @@ def compute_policy_loss_vanilla(
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac_lower": (surrogate > bound) & (advantages < 0),
         }
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics

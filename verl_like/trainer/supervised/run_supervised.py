@@ -118,10 +118,9 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     check_tokenizer(tokenizer, config.model, tokenizer.batch_decode(first_rows), key="model")
     if isinstance(config, RMConfig):
         config = with_padding_token(config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets)))
-    sampler = EpochSampler(len(train), data.train_batch_size, config.trainer.seed, data.shuffle)
-    if config.trainer.total_training_steps is None:
-        steps = sampler.num_batches_per_epoch * config.trainer.total_epochs
-        config = config.updated({"trainer.total_training_steps": steps})
+    sampler = EpochSampler(len(train), data.train_batch_size)
+    steps = config.trainer.total_training_steps or sampler.num_batches_per_epoch * config.trainer.total_epochs
+    config = config.updated({"trainer.total_training_steps": steps})
     too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
     notes = [f"{len(train):,} training {dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"]
     notes += [f"{len(val):,} validation {dataset.what}s"] if val else []
@@ -138,15 +137,10 @@ def check_lengths(
             f"{place}: token {token} ({datasets[0].tokenizer.decode([token])!r}) is none of the {hf_config.vocab_size} "
             f"of the model at model.path={config.model.path}: set model.tokenizer_path to the model's own tokenizer."
         )
-    training, path, shorter = config.training, f"model.path={config.model.path}", "with data.overlong=drop or truncate"
+    training, shorter = config.training, "lower data.max_length, with data.overlong=drop or truncate"
     longest, place = max(one.longest for one in datasets)
-    positions = getattr(hf_config, "max_position_embeddings", None) or longest
-    if longest > positions:
-        raise ValueError(
-            f"{place}: the conversation has {longest} tokens, but the model at {path} has {positions} positions: set "
-            f"data.max_length={positions} {shorter}, or take another model."
-        )
-    check_sequence_length(hf_config, longest, path, f"{place} has {longest}: lower data.max_length, {shorter}")
+    advice = f"{place}: the conversation has {longest} tokens: {shorter}"
+    check_sequence_length(hf_config, longest, f"model.path={config.model.path}", advice)
     ranks = training.ulysses_sequence_parallel_size
     require_shares_of_heads(hf_config, ranks, "training.ulysses_sequence_parallel_size")
     tokens, place = max(one.largest for one in datasets)
@@ -154,7 +148,7 @@ def check_lengths(
     if training.use_dynamic_bsz and tokens > room:
         raise ValueError(
             f"{place}: the {datasets[0].what} has {tokens} tokens, more than the {room} of a pass: raise "
-            f"training.max_token_len_per_gpu, or lower data.max_length, {shorter}."
+            f"training.max_token_len_per_gpu, or {shorter}."
         )
 
 

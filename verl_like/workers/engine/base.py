@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from transformers import PretrainedConfig
 
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.planning.flops import ModelCost
@@ -24,8 +23,6 @@ class TrainingEngine(Protocol):
     """Name of the torch dtype in which the layers compute."""
     sequence_parallel_size: int
     """Ranks that hold the same rows and share their tokens."""
-    hf_config: PretrainedConfig
-    """The model's own configuration."""
     cost: ModelCost
     """FLOPs of a forward pass."""
     training_steps: int

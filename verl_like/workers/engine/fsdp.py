@@ -26,7 +26,7 @@ from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
-from verl_like.workers.models.lora import is_adapter, merge, trained_parameters, without_adapter
+from verl_like.workers.models.lora import merged_weights, trained_parameters, without_adapter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
 from verl_like.workers.models.pretrained import (
@@ -89,7 +89,6 @@ class FsdpEngine(TrainingEngine):
             self.model.requires_grad_(False)
         hf = self.model.hf
         self.adapter_settings = getattr(hf, "peft_config", {}).get("default")
-        self.hf_config = hf.config
         self.exchange = None
         if batch_mesh is not None:
             require_shares_of_heads(hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size")
@@ -287,13 +286,9 @@ class FsdpEngine(TrainingEngine):
             if dist.get_rank() == 0:
                 kept[name] = gathered
         if dist.get_rank() == 0:
-            hf = self.model.hf
-            if settings:
-                hf = merge(type(hf), hf.config, settings, kept)
-                kept = {name: value.to(dtype) for name, value in kept.items() if not is_adapter(name)}
-                kept |= {name: parameter.detach().to(dtype) for name, parameter in hf.named_parameters()}
-            save_weights(hf, kept, Path(path))
-            save_settings(hf, self.tokenizer, dtype, path)  # last: transformers writes the dtype of `hf`
+            kept = merged_weights(self.model.hf, settings, kept, dtype) if settings else kept
+            save_weights(self.model.hf, kept, Path(path))
+            save_settings(self.model.hf, self.tokenizer, dtype, path)  # last: transformers writes the dtype of `hf`
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The training state: tensors that `load` writes into, and two counts."""

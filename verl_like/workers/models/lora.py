@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.packed_models import head_name
@@ -93,17 +93,23 @@ def with_scale(
         yield name, parameter.detach() * (config.lora_alpha / config.lora_rank) if is_b else parameter
 
 
-def merge(
-    model_class: Any, config: PretrainedConfig, settings: Any, adapter: Mapping[str, torch.Tensor]
-) -> PreTrainedModel:
-    """The model that `settings` (peft's) names, with the adapter's values in its own matrices, in float32."""
+def merged_weights(
+    hf: PreTrainedModel, settings: Any, trained: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The parameters of the model that `settings` (peft's) names, with the adapter's values in its own matrices.
+
+    `hf` is of its class. `trained` are the adapter, and further parameters, which stay as they are but for the dtype.
+    """
     from peft import LoraModel
 
-    hf = model_class.from_pretrained(settings.base_model_name_or_path, config=config, dtype=torch.float32)
+    path, model_class = settings.base_model_name_or_path, type(hf)
+    hf = model_class.from_pretrained(path, config=hf.config, dtype=torch.float32)
     tuner: Any = LoraModel(hf, settings, "default")
     parameters = dict(trained_parameters(hf))
-    assert parameters.keys() == set(filter(is_adapter, adapter)), "an adapter of other settings"
+    assert parameters.keys() == set(filter(is_adapter, trained)), "an adapter of other settings"
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(adapter[name])
-    return tuner.merge_and_unload()
+            parameter.copy_(trained[name])
+    others = {name: value for name, value in trained.items() if not is_adapter(name)}
+    merged = dict(tuner.merge_and_unload().named_parameters()) | others
+    return {name: parameter.detach().to(dtype) for name, parameter in merged.items()}

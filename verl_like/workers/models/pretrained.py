@@ -162,23 +162,21 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
 
 
 def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, advice: str) -> None:
-    """Raises ValueError unless tokens are rotated alike (RoPE) in every sequence of up to `length` tokens.
+    """Raises ValueError unless the model has `length` positions, and the same ones in every sequence up to that length.
 
-    Two types choose the frequencies by the longest sequence of a pass: `dynamic` for more than the model's positions,
-    `longrope` for more than its original positions. Neighbours in a pack would change a sequence's log-probabilities.
-    For the message `model` is key and path, and `advice` says where `length` comes from and how to lower it.
+    With `longrope` they depend on whether the longest sequence of a pass has more than the original positions, so that
+    neighbours in a pack would change a sequence's log-probabilities. For the message `model` is key and path, and
+    `advice` says where `length` comes from and how to lower it.
     """
+    limits = {"positions": getattr(hf_config, "max_position_embeddings", None) or length}
     rope = getattr(hf_config, "rope_parameters", None) or {}
-    for of_layers in [rope] if "rope_type" in rope else [own for own in rope.values() if own]:
-        kind = of_layers.get("rope_type")
-        positions = getattr(hf_config, "max_position_embeddings", length)
-        limits = {"dynamic": positions, "longrope": of_layers.get("original_max_position_embeddings", positions)}
-        if length > (limit := limits.get(kind, length)):
-            raise ValueError(
-                f"{model} has positions of the type rope_type={kind}, which for more than {limit} tokens depend on the "
-                f"length of the sequence, so that packed sequences would change each other; {advice}, or choose "
-                "another model."
-            )
+    for of_layers in [rope] if "rope_type" in rope else filter(None, rope.values()):
+        if of_layers.get("rope_type") == "longrope":
+            kind = "positions that depend on no other sequence (rope_type=longrope)"
+            limits[kind] = of_layers.get("original_max_position_embeddings", length)
+    for kind, limit in limits.items():
+        if length > limit:
+            raise ValueError(f"{model} has {limit} {kind}; {advice}, or choose another model.")
 
 
 def fetch_weights(config: ModelConfig, *, key: str) -> None:
