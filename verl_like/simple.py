@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from verl_like.export import export
+from verl_like.export import ADAPTER, export
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray.start import start_ray
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -179,8 +179,8 @@ class Strategy:
         """Writes the optimizer's state, a file for each rank."""
         if only_rank0 or not hasattr(optimizer, "state_folder"):
             raise ValueError(
-                f"save_optimizer with only_rank0={only_rank0}: every rank writes its shard of what fit left; call it "
-                "after fit, with only_rank0=False"
+                f"save_optimizer with only_rank0={only_rank0}: every rank writes its shard of what fit left, which of "
+                "an adapter is nothing; call it after fit, with only_rank0=False"
             )
         shutil.copytree(optimizer.state_folder, path, dirs_exist_ok=True)
         for file in Path(path).glob("rank_*.safetensors"):
@@ -307,7 +307,8 @@ class PPOTrainer:
                 saved = folder_of_step(recorder.run_dir, config.num_steps_of_run) / role
                 export(saved, folder / f"trained_{role}", "float32")
                 self.strategy.load_model(self.models[role], f"{folder}/trained_{role}")
-                self.optimizers[role].state_folder = saved / "checkpoint"
+                if not (saved / "checkpoint" / ADAPTER).is_file():  # else it is in the model, and the next one is new
+                    self.optimizers[role].state_folder = saved / "checkpoint"
         return [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def write_inputs(self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int) -> PPOConfig:

@@ -9,7 +9,13 @@ import pytest
 import torch
 from test_supervised import TEMPLATE, loader, messages, write_rows
 from tiny_worker_models import local_group, reward_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+)
 
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.data.preferences import PreferenceDataset
@@ -220,13 +226,22 @@ def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Pat
         reward_model.load_checkpoint(str(tmp_path / "policy"))
 
 
-def test_a_padding_token_that_conversations_end_with_is_refused(model_path: str, tmp_path: Path):
+def test_a_padding_token_that_conversations_end_with_or_the_model_does_not_have_is_refused(
+    model_path: str, tiny_llama: Callable, tmp_path: Path
+):
     with pytest.raises(
         ValueError, match=r"end with the padding token 1 \('<eos>'\) .* model\.override_config.pad_token_id"
     ):
         check_inputs(config_of(RMConfig, model_path, tmp_path, "+model.override_config.pad_token_id=1"), None)
     config = check_inputs(config_of(RMConfig, model_path, tmp_path), None).config
     assert config.model.override_config == {"pad_token_id": 0}
+    added, _ = tiny_llama(template=SPACE_AFTER_END)
+    tokenizer = AutoTokenizer.from_pretrained(added)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(added)
+    LlamaConfig.from_pretrained(added, pad_token_id=None).save_pretrained(added)
+    with pytest.raises(ValueError, match=r"padding token 68 \('\[PAD\]'\) .*, or the model has no such token"):
+        check_inputs(config_of(RMConfig, added, tmp_path), None)
 
 
 def test_a_conversation_longer_than_the_model_reads_is_refused(model_path: str, tmp_path: Path):

@@ -157,15 +157,15 @@ def with_padding_token(
 ) -> RMConfig:
     """Names the padding token in the model's configuration, behind which transformers looks for the last token.
 
-    Raises ValueError for one that conversations end with.
+    Raises ValueError for one that conversations end with, or that the model does not have.
     """
     given = getattr(hf_config, "pad_token_id", None)
     pad_token_id = tokenizer.pad_token_id if given is None else given
-    if pad_token_id in last_tokens:
+    if pad_token_id in last_tokens or (pad_token_id or 0) >= hf_config.get_text_config().vocab_size:
         raise ValueError(
             f"conversations end with the padding token {pad_token_id} ({tokenizer.decode([pad_token_id])!r}) of "
-            f"model.path={config.model.path}, so that transformers would read the reward at another token: set "
-            "model.override_config.pad_token_id to a token that ends none."
+            f"model.path={config.model.path}, or the model has no such token, so that transformers would read the "
+            "reward at another token: set model.override_config.pad_token_id to one of its tokens that ends none."
         )
     override = {**config.model.override_config, "pad_token_id": pad_token_id}
     return config.updated({"model.override_config": override})
