@@ -177,10 +177,10 @@ class Strategy:
 
     def save_optimizer(self, optimizer: Any, path: str, only_rank0: bool = False) -> None:
         """Writes the optimizer's state, a file for each rank."""
-        if only_rank0 or not hasattr(optimizer, "state_folder"):
+        if only_rank0 or not getattr(optimizer, "state_folder", None):
             raise ValueError(
-                f"save_optimizer with only_rank0={only_rank0}: every rank writes its shard of what fit left, which of "
-                "an adapter is nothing; call it after fit, with only_rank0=False"
+                f"save_optimizer with only_rank0={only_rank0}: each rank writes its shard of what fit left, where it "
+                "trained no adapter; call it after such a fit, with only_rank0=False"
             )
         shutil.copytree(optimizer.state_folder, path, dirs_exist_ok=True)
         for file in Path(path).glob("rank_*.safetensors"):
@@ -307,8 +307,8 @@ class PPOTrainer:
                 saved = folder_of_step(recorder.run_dir, config.num_steps_of_run) / role
                 export(saved, folder / f"trained_{role}", "float32")
                 self.strategy.load_model(self.models[role], f"{folder}/trained_{role}")
-                if not (saved / "checkpoint" / ADAPTER).is_file():  # else it is in the model, and the next one is new
-                    self.optimizers[role].state_folder = saved / "checkpoint"
+                has_adapter = (saved / "checkpoint" / ADAPTER).is_file()  # which is merged, and the next one is new
+                self.optimizers[role].state_folder = None if has_adapter else saved / "checkpoint"
         return [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def write_inputs(self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int) -> PPOConfig:

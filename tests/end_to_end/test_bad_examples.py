@@ -41,7 +41,7 @@ CASES = [
         ALL,
         LONG,
         [f"+model.override_config.rope_parameters={{{LONG_ROPE}}}"],
-        r"has 20 positions that .* \(rope_type=longrope\); .* 3[34] tokens: lower data.max_length, .* another model",
+        "has 20 positions before rope_type=longrope .*; .* 3[34] tokens: lower data.max_length, .* another model",
     ),
     ([SFTConfig], LONG, ["training.max_token_len_per_gpu=20"], "the conversation has 33 tokens, more than the 20 of"),
     (PAIRS, LONG, ["training.max_token_len_per_gpu=40"], "the pair has 67 tokens, more than the 40 of a pass: raise"),

@@ -89,10 +89,10 @@ def test_the_toy_job_raises_held_out_accuracy_and_leaves_metrics_a_report_and_a_
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_toy_job_gets_every_held_out_sum_right_within_20_steps_of_seed(
+def test_the_toy_job_gets_every_held_out_sum_right_within_30_steps_of_seed(
     tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
 ):
-    rows = [row for row in train(tmp_path, seed, 20, "trainer.test_freq=2") if ACCURACY in row]
+    rows = [row for row in train(tmp_path, seed, 30, "trainer.test_freq=2") if ACCURACY in row]
     accuracies = {row["step"]: row[ACCURACY] for row in rows}
     record_property("result", ", ".join(f"step {step}: {value:.3f}" for step, value in accuracies.items()))
     assert accuracies[0] < 0.4

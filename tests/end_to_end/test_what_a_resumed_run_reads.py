@@ -133,12 +133,8 @@ def test_a_run_whose_settings_cannot_be_read_is_noted_or_refused(name: str, text
     if text is not None:
         (folder / name).write_text(text)
     run, notes = find_run(config_with())
-    assert (
-        run is None
-        and len(notes) == 1
-        and f"{folder} is unfinished and is not continued: it has other settings: no" in notes[0]
-    )
-    with pytest.raises(ValueError, match=f"{folder} has other settings.* can be read"):
+    assert run is None and len(notes) == 1 and f"{folder} is unfinished and is not continued: it has no" in notes[0]
+    with pytest.raises(ValueError, match=f"{folder} has no config.yaml .* can be read"):
         find_run(config_with("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"))
 
 

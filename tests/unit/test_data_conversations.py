@@ -87,7 +87,7 @@ CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
         ),
         (
             {"messages": [*messages(("user", "x")), {"role": "assistant", "content": None, "tool_calls": CALL}]},
-            r'field messages\[1\] is dict .* content is a text, "" beside tool_calls',
+            r"field messages\[1\]\['content'\] is missing, expected a text, which beside tool_calls may be",
         ),
         (
             {"prompt": "No", "response": "Yes", "tools": CALL},

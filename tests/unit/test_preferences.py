@@ -229,10 +229,11 @@ def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Pat
 def test_a_padding_token_that_conversations_end_with_or_the_model_does_not_have_is_refused(
     model_path: str, tiny_llama: Callable, tmp_path: Path
 ):
-    with pytest.raises(
-        ValueError, match=r"end with the padding token 1 \('<eos>'\) .* model\.override_config.pad_token_id"
-    ):
-        check_inputs(config_of(RMConfig, model_path, tmp_path, "+model.override_config.pad_token_id=1"), None)
+    for pad_token_id in (1, -1):
+        config = config_of(RMConfig, model_path, tmp_path, f"+model.override_config.pad_token_id={pad_token_id}")
+        expected = rf"padding token {pad_token_id} of .* ends .* set model\.override_config\.pad_token_id"
+        with pytest.raises(ValueError, match=expected):
+            check_inputs(config, None)
     config = check_inputs(config_of(RMConfig, model_path, tmp_path), None).config
     assert config.model.override_config == {"pad_token_id": 0}
     added, _ = tiny_llama(template=SPACE_AFTER_END)
@@ -240,7 +241,7 @@ def test_a_padding_token_that_conversations_end_with_or_the_model_does_not_have_
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(added)
     LlamaConfig.from_pretrained(added, pad_token_id=None).save_pretrained(added)
-    with pytest.raises(ValueError, match=r"padding token 68 \('\[PAD\]'\) .*, or the model has no such token"):
+    with pytest.raises(ValueError, match=r"padding token 68 of .* is none of the model's 68 tokens"):
         check_inputs(config_of(RMConfig, added, tmp_path), None)
 
 

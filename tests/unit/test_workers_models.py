@@ -226,13 +226,14 @@ def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path):
 def test_positions_that_depend_on_the_length_of_a_sequence_are_refused(kind):
     config = FAMILIES[f"llama, {kind}"]
     check_sequence_length(config, 11, "the model", "")
-    which = r" that depend on no other sequence \(rope_type=longrope\)" if kind == "longrope" else ""
+    which = " before rope_type=longrope changes them by the longest .* pass" if kind == "longrope" else ""
     with pytest.raises(ValueError, match=f"^m.path=p has 11 positions{which}; lower it, or choose another model"):
         check_sequence_length(config, 12, "m.path=p", "lower it")
-    nested = copy.deepcopy(config)
-    nested.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding_attention": ROPES[kind]}
-    with pytest.raises(ValueError, match=f"11 positions{which};"):
-        check_sequence_length(nested, 12, "m.path=p", "lower it")
+    nested, later = copy.deepcopy(config), ROPES["longrope"] | {"original_max_position_embeddings": 30}
+    for others in ({"rope_type": "default"}, later):
+        nested.rope_parameters = {"full_attention": ROPES[kind], "sliding_attention": others}
+        with pytest.raises(ValueError, match=f"11 positions{which};"):
+            check_sequence_length(nested, 50, "m.path=p", "lower it")
     check_sequence_length(LlamaConfig(**TINY, max_position_embeddings=12), 12, "m.path=p", "lower it")
 
 

@@ -54,8 +54,8 @@ def agg_loss(
         Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).
 
     Raises:
-        ValueError: unknown mode; no counts for several ranks; a count or scale that is not positive although the mask
-            selects tokens.
+        ValueError: unknown mode; no counts for several ranks; a count or loss_scale_factor that is not positive
+            although the mask selects tokens.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
@@ -86,6 +86,6 @@ def agg_loss(
         raise ValueError(
             f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} (batch_num_tokens={batch_num_tokens}, "
             f"global_batch_size={global_batch_size}, loss_scale_factor={loss_scale_factor}) but the mask selects "
-            "tokens: pass the counts of the whole mini-batch and a positive scale"
+            "tokens: pass the counts of the whole mini-batch and a positive loss_scale_factor"
         )
     return total

@@ -109,9 +109,12 @@ def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict
     Parquet fills the keys that only other messages have with null. Raises ValueError for anything else.
     """
     for position, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            expected = '{"role": "user", "content": "..."}, where content is a text, "" beside tool_calls'
-            raise bad_row(place, f"field {field}[{position}]", message, expected)
+        name = f"field {field}[{position}]"
+        if not isinstance(message, dict):
+            raise bad_row(place, name, message, 'a chat message {"role": "user", "content": "..."}')
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise bad_row(place, f"{name}[{key!r}]", message.get(key), 'a text, which beside tool_calls may be ""')
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 

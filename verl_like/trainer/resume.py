@@ -54,30 +54,27 @@ def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
 
     Raises:
         ValueError: the run is live, a checkpoint is damaged where that is refused, the run has other numbers or read
-            other files, or no checkpoint is where one is named.
+            other files, or the one that is named has no checkpoint or all steps.
     """
     trainer = config.trainer
     notes: list[str] = []
-    run_dirs: list[Path] = []
     is_named = trainer.resume_mode == "resume_path"
+    parent = Path(trainer.default_local_dir).expanduser().resolve()
+    run_dirs = sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True)
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
-    elif trainer.resume_mode == "auto":
-        parent = Path(trainer.default_local_dir).expanduser().resolve()
-        run_dirs = sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True)
-    for run_dir in run_dirs:
+    for run_dir in run_dirs if trainer.resume_mode != "disable" else ():
         whole, _ = checkpoint.newest(run_dir, hashes=False)  # a finished run is not hashed at every start
-        why_not = ""
+        why_not = advice = ""
         if not checkpoint.steps(run_dir):
-            why_not = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST}): name a run that saved one"
+            why_not, advice = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})", "name a run that saved one"
         elif whole and whole.step >= (steps := config.num_steps_of_run):
-            why_not = f"already has {whole.step} of {steps} steps: raise trainer.total_training_steps"
+            why_not, advice = f"already has {whole.step} of {steps} steps", "raise trainer.total_training_steps"
         elif differing := differing_keys(config, run_dir):
-            why_not = f"has other settings: {'; '.join(differing)}. Give them as they were, since they change numbers"
+            why_not, advice = f"has {'; '.join(differing)}", "give what changes numbers as it was"
             notes += [] if is_named else [f"{run_dir} is unfinished and is not continued: it {why_not}."]
         if why_not and is_named:
-            advice = "or set trainer.resume_mode=disable for a new run"
-            raise ValueError(f"trainer.resume_from_path={run_dir} {why_not}, {advice}.")
+            raise ValueError(f"trainer.resume_from_path={run_dir} {why_not}: {advice}, or trainer.resume_mode=disable.")
         if not why_not and (run := go_on(config, run_dir, notes)):
             return run, notes
     return None, notes

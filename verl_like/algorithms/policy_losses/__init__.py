@@ -42,7 +42,7 @@ class LossConfig(Protocol):
     clip_ratio_c: float
     policy_loss: Any
     global_batch_info: Mapping[str, Any]
-    """The arguments of `agg_loss` besides the mode."""
+    """The counts among the arguments of `agg_loss`."""
 
 
 class PolicyLossOptions(AlgorithmOptions):

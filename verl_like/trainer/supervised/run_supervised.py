@@ -161,11 +161,12 @@ def with_padding_token(
     """
     given = getattr(hf_config, "pad_token_id", None)
     pad_token_id = tokenizer.pad_token_id if given is None else given
-    if pad_token_id in last_tokens or (pad_token_id or 0) >= hf_config.get_text_config().vocab_size:
+    size = hf_config.get_text_config().vocab_size
+    if pad_token_id is not None and (pad_token_id in last_tokens or not 0 <= pad_token_id < size):
         raise ValueError(
-            f"conversations end with the padding token {pad_token_id} ({tokenizer.decode([pad_token_id])!r}) of "
-            f"model.path={config.model.path}, or the model has no such token, so that transformers would read the "
-            "reward at another token: set model.override_config.pad_token_id to one of its tokens that ends none."
+            f"the padding token {pad_token_id} of model.path={config.model.path} ends conversations, or is none of the "
+            f"model's {size} tokens: transformers would read the reward at another token, or not load the model; set "
+            "model.override_config.pad_token_id to one of its tokens that ends no conversation."
         )
     override = {**config.model.override_config, "pad_token_id": pad_token_id}
     return config.updated({"model.override_config": override})

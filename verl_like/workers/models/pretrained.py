@@ -168,15 +168,15 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, 
     neighbours in a pack would change a sequence's log-probabilities. For the message `model` is key and path, and
     `advice` says where `length` comes from and how to lower it.
     """
-    limits = {"positions": getattr(hf_config, "max_position_embeddings", None) or length}
+    limits = [(getattr(hf_config, "max_position_embeddings", None) or length, "positions")]
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for of_layers in [rope] if "rope_type" in rope else filter(None, rope.values()):
         if of_layers.get("rope_type") == "longrope":
-            kind = "positions that depend on no other sequence (rope_type=longrope)"
-            limits[kind] = of_layers.get("original_max_position_embeddings", length)
-    for kind, limit in limits.items():
-        if length > limit:
-            raise ValueError(f"{model} has {limit} {kind}; {advice}, or choose another model.")
+            kind = "positions before rope_type=longrope changes them by the longest sequence of a pass"
+            limits.append((of_layers.get("original_max_position_embeddings") or length, kind))
+    limit, kind = min(limits)
+    if length > limit:
+        raise ValueError(f"{model} has {limit} {kind}; {advice}, or choose another model.")
 
 
 def fetch_weights(config: ModelConfig, *, key: str) -> None:
