@@ -11,7 +11,7 @@ lint: env
 
 # Two processes, each with whole files: a file's tests share what is slow to start.
 test: lint
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Needs the package index, and no GPU.
 gpu-lock-check: env

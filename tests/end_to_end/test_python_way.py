@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused():
     assert strategy.prepare((actor, optimizer)) == (actor, optimizer)
     with pytest.raises(ValueError, match="leave it True"):
         strategy.save_model(actor, "actor", only_rank0=False)
-    with pytest.raises(ValueError, match="call it after fit"):
+    with pytest.raises(ValueError, match="call it after such a fit"):
         strategy.save_optimizer(optimizer, "optimizer")
     with pytest.raises(ValueError, match="optimizer has no safetensors file"):
         strategy.load_optimizer(optimizer, "optimizer")

@@ -79,7 +79,7 @@ def test_what_assistants_write_is_learned_with_the_end_of_their_turns(load: Call
     ("rows", "settings", "message"),
     [
         ([{"story": "ab"}], {}, r"rows.jsonl, row 0: field 'prompt' is missing, .* the row has story"),
-        ([{"messages": [{"role": "user"}]}], {}, r"row 0: field messages\[0\] is dict"),
+        ([{"messages": [{"role": "user"}]}], {}, r"row 0: field messages\[0\]\['content'\] is missing"),
         ([{"messages": messages(("user", "ab"))}], {}, "row 0: none of the 3 tokens is learned"),
         ([{"prompt": "a" * 30, "response": "c"}], {}, "34 tokens, more than data.max_length=30"),
         (
