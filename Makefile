@@ -17,7 +17,7 @@ test: lint
 gpu-lock-check: env
 	@.venv/bin/python scripts/gpu_lock.py
 
-# What proves and takes long, up to 80 minutes; writes docs/proofs.md. CHOSEN="-k resume" runs a part.
+# What proves and takes long, about 90 minutes; writes docs/proofs.md. CHOSEN="-k resume" runs a part.
 proofs: env
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
 

@@ -43,7 +43,7 @@ def main() -> int:
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
     report = Report(commit)
-    options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=5000", "-n", "2", "--dist", "loadfile"]
+    options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=9000", "-n", "2", "--dist", "loadfile"]
     code = pytest.main([*options, *(chosen or [str(ROOT / "tests")])], plugins=[report])
     earlier = [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:] if chosen else []
     rows = {row.removeprefix("| ").split(" | ")[0]: row for row in earlier} | report.rows
