@@ -19,6 +19,7 @@ from tiny_worker_models import local_group, make_batch, parameters_of, policy_co
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.models.pretrained import save_settings
 
 
@@ -89,6 +90,19 @@ def test_a_copy_that_is_being_written_is_not_written_over(tmp_path: Path):
             group.save_checkpoint(str(tmp_path / "second"), wait=False)
     group.save_result(wait=True).get()
     group.save_checkpoint(str(tmp_path / "second"))
+
+
+@pytest.mark.parametrize("num_tensors", [0, 1, 2, 3])
+def test_a_rank_that_has_no_tensor_or_one_writes_its_file(num_tensors: int, tmp_path: Path):
+    mesh = actor_group(tmp_path / "model").workers[0].engine.mesh
+    state = {f"tensor {index}": torch.full((2, 3), float(index)) for index in range(num_tensors)}
+    writer = ShardWriter(0, mesh)
+    writer.begin(state, tmp_path / "saved", lambda: None)
+    assert writer.result(wait=True).keys() == {"rank_00000.safetensors"}
+    written = load_file(tmp_path / "saved/rank_00000.safetensors")
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }
 
 
 def test_the_settings_that_a_thread_writes_leave_the_model_as_it_is(tmp_path: Path):

@@ -235,7 +235,7 @@ class FsdpEngine(TrainingEngine):
         return load_tokenizer(cast(TrainedModelConfig, self.config))
 
     @cached_property
-    def settings(self) -> dict[str, bytes]:
+    def settings_files(self) -> dict[str, bytes]:
         """The files of configuration and tokenizer, by name. To make them takes long under Python's lock."""
         with TemporaryDirectory() as folder:
             save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder)
@@ -246,7 +246,7 @@ class FsdpEngine(TrainingEngine):
 
     def save(self, path: str) -> None:
         def write_settings() -> None:
-            for name, content in self.settings.items() if dist.get_rank() == 0 else ():
+            for name, content in self.settings_files.items() if dist.get_rank() == 0 else ():
                 Path(path, name).parent.mkdir(exist_ok=True)
                 Path(path, name).write_bytes(content)
 

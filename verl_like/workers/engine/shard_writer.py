@@ -39,7 +39,7 @@ class ShardWriter:
         self.buffers: dict[str, torch.Tensor] = {}
         self.offsets: dict[str, dict[str, list[int]]] = {}
         """Where each buffer lies in its whole tensor, as the reader wants it."""
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.threads = ThreadPoolExecutor(2, "checkpoint")
         self.writing: Future[dict[str, dict[str, Any]]]
 
     @torch.no_grad()  # to_local() is then no operation
@@ -52,13 +52,13 @@ class ShardWriter:
         if not self.buffers:
             self._allocate(state)
         buffers, shards = list(self.buffers.values()), [_shard(state[name]).detach() for name in self.buffers]
-        # Both threads copy: many tensors in small pages take one thread up to twice as long as one piece of memory.
-        half = self.thread.submit(torch._foreach_copy_, buffers[1::2], shards[1::2], non_blocking=True)
-        torch._foreach_copy_(buffers[::2], shards[::2], non_blocking=True)
-        half.result()
+        # In two threads: many tensors in small pages take one up to twice as long as one piece of memory.
+        halves = [(buffers[first::2], shards[first::2]) for first in range(min(2, len(buffers)))]
+        for copy in [self.threads.submit(torch._foreach_copy_, *half, non_blocking=True) for half in halves]:
+            copy.result()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.writing = self.thread.submit(self._write, folder, write_others)
+        self.writing = self.threads.submit(self._write, folder, write_others)
 
     def _allocate(self, state: Mapping[str, torch.Tensor]) -> None:
         """Buffers in one piece of memory of NumPy, which has large pages: a copy to many small ones is slower."""
