@@ -219,14 +219,28 @@ def test_a_context_longer_than_the_models_is_refused_with_the_sum(refusal: Refus
     assert "200 + 100 = 300" in message and "256 positions" in message
 
 
-@pytest.mark.parametrize("model", ["critic.model", "reward_model.model"])
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 11}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "positions"),
+    [
+        ("critic.model", {"max_position_embeddings": 11}, "11 positions;"),
+        ("reward_model.model", {"max_position_embeddings": 11}, "11 positions;"),
+        (
+            "critic.model",
+            {"rope_parameters": LONG_ROPE | {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
+            "11 positions before rope_type=longrope changes them by the longest sequence of a pass;",
+        ),
+    ],
+)
 def test_a_critic_and_a_reward_model_with_fewer_positions_than_a_response_may_take_are_refused(
-    refusal: Refusal, tmp_path: Path, model: str
+    refusal: Refusal, tmp_path: Path, model: str, settings: dict, positions: str
 ):
-    LlamaConfig(max_position_embeddings=11).save_pretrained(tmp_path / "short")
+    LlamaConfig(**settings).save_pretrained(tmp_path / "short")
     enabled = ["reward_model.enable=true"] if model.startswith("reward") else []
     message = refusal(f"{model}.path={tmp_path / 'short'}", *enabled)
-    assert f"{model}.path={tmp_path / 'short'} has 11 positions" in message
+    assert f"{model}.path={tmp_path / 'short'} has {positions}" in message
     assert "data.max_prompt_length + data.max_response_length = 8 + 4 = 12 tokens: lower" in message
 
 
