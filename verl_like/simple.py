@@ -133,12 +133,14 @@ class Strategy:
     Args:
         num_processes: by default one for each GPU, and two where there is none.
         offload: whether parameters and Adam's state are in host memory while they are not used.
-        seed: of new weights, the order of the prompts, and sampling.
+        seed: of new weights, the order of the prompts, and sampling; below 2^32, or ValueError is raised.
     """
 
     name = "ddp"
 
     def __init__(self, num_processes: int | None = None, offload: bool = False, seed: int = 42) -> None:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"{type(self).__name__}: seed={seed}, give a number from 0 to 4294967295")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.num_processes = num_processes or torch.cuda.device_count() or 2
         self.offload, self.seed = offload, seed

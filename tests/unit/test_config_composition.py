@@ -152,6 +152,8 @@ def test_every_unknown_key_is_named_at_once():
     [
         ("trainer.total_epochs=two", 'trainer.total_epochs="two": expected a valid integer'),
         ("trainer.seed=1.5", "trainer.seed=1.5: expected a valid integer"),
+        ("trainer.seed=4294967296", "trainer.seed=4294967296: expected less than 4294967296"),
+        ("trainer.seed=36893488147419103232", "trainer.seed=36893488147419103232: expected less than 4294967296"),
         ("trainer.nnodes=true", "trainer.nnodes=True: expected a positive integer"),
         ("trainer.val_before_train=1", "trainer.val_before_train=1: expected a valid boolean"),
         ("trainer.project_name=7", "trainer.project_name=7: expected a valid string; put it in quotes"),

@@ -93,6 +93,10 @@ CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
             {"prompt": "No", "response": "Yes", "tools": CALL},
             "field 'tools' is list .*apply_chat_template_kwargs.tools",
         ),
+        (
+            {"prompt": "No", "response": "Yes", "images": ["a.png"]},
+            "field 'images' is list .*, expected nothing, since the models here read text alone",
+        ),
     ],
 )
 def test_what_would_be_left_out_in_silence_is_refused(row: dict, message: str, tmp_path: Path):

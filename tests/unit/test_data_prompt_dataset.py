@@ -180,6 +180,16 @@ def test_an_overlong_prompt_is_an_error_that_names_the_row_and_the_fixes(
             {"reward_model": {"style": "rule"}},
             r"reward_model\['ground_truth'\] is missing, expected the right answer",
         ),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": float("nan")}},
+            r"reward_model\['ground_truth'\] is float nan, expected the right answer, since no answer equals NaN",
+        ),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": {"parts": [1.0, float("nan")]}}},
+            r"reward_model\['ground_truth'\] is dict .*nan.*, expected the right answer",
+        ),
+        ({"images": [{"bytes": "x"}]}, "field 'images' is list .*, expected nothing, since the models here read text"),
+        ({"video": "clip.mp4"}, "field 'video' is str 'clip.mp4', expected nothing"),
         ({"extra_info": "index 3"}, "field 'extra_info' is str 'index 3', expected an object"),
     ],
 )
@@ -191,6 +201,11 @@ def test_a_malformed_row_is_named_with_field_and_expectation(
         PromptDataset(file, tokenizer)
     assert str(error.value).startswith(f"{file}, row 1: ")
     assert re.search(message, str(error.value))
+
+
+def test_an_empty_column_for_images_says_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "rows.parquet", [row(images=None, videos=[]), row(images=[], videos=None)])
+    assert len(PromptDataset(file, tokenizer)) == 2
 
 
 def test_a_row_for_a_reward_model_needs_no_ground_truth(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,6 +1,7 @@
 """Reads rows in verl's schema from Parquet, JSONL and JSON files and checks them."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
+_NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of other frameworks for what a prompt shows beside its text, which no model here is given."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,24 @@ def read_prompt_rows(
 def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str, Any]]:
     """(place, row) of the rows of all files in order, the first `max_samples` of them if it is not negative.
 
-    Raises ValueError for a file that is missing, unreadable or of another format.
+    Raises ValueError for a file that is missing, unreadable or of another format, and for a row with an image, a video
+    or a sound.
     """
     records: list[tuple[str, Any]] = []
     for file in files:
         wanted = None if max_samples < 0 else max_samples - len(records)
         records += [(f"{file}, row {index}", record) for index, record in _read_file(file)[:wanted]]
+    for place, record in records:
+        _require_text_alone(record, place)
     return records
+
+
+def _require_text_alone(record: Any, place: str) -> None:
+    columns = _NOT_TEXT if isinstance(record, dict) else ()
+    for name in columns:
+        if record.get(name):
+            expected = "nothing, since the models here read text alone: leave the column out, or the row"
+            raise bad_row(place, f"field {name!r}", record[name], expected)
 
 
 def _read_file(file: str) -> list[tuple[int, Any]]:
@@ -97,10 +111,21 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
     if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
         expected = 'the right answer (or "style": "model" in reward_model)'
         raise bad_row(place, "field reward_model['ground_truth']", None, expected)
+    if _has_nan(reward_model.get("ground_truth")):
+        expected = "the right answer, since no answer equals NaN: correct the row, or leave it out"
+        raise bad_row(place, "field reward_model['ground_truth']", reward_model["ground_truth"], expected)
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
     return PromptRow(place, messages, data_source, reward_model, extra_info or {})
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nan, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_nan, value))
+    return isinstance(value, float) and math.isnan(value)
 
 
 def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict[str, Any]]:

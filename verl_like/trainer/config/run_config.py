@@ -65,8 +65,8 @@ class LoopConfig(RecordConfig):
     """Passes over the training data."""
     total_training_steps: PositiveInt | None = None
     """Training steps; null means total_epochs of them."""
-    seed: Annotated[int, Field(ge=0)] = 42
-    """The one seed: order of the data, sampling, new heads."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """The one seed: order of the data, sampling, new heads. Below 2^32, as the order of the data needs it."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: MinusOneOrPositive = -1
