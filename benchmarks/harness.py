@@ -1,5 +1,6 @@
 """Runs contenders side by side on the same work, compares what they return, and reports ratios, limits and targets."""
 
+import contextlib
 import json
 import os
 import platform
@@ -18,6 +19,8 @@ from benchmarks.serve import unpacked
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+LINES_OF_LOG = 40
+"""Lines at the end of a side's log that are shown when it fails."""
 PYTHON = {"project": sys.executable, "peers": str(ROOT / "benchmarks" / ".peers" / "bin" / "python")}
 
 
@@ -26,7 +29,7 @@ class Side:
 
     Args:
         name: as it is printed.
-        script: file name in benchmarks/sides; it calls `serve`.
+        script: file name in benchmarks/sides, or a path; it calls `serve`.
         environment: whose packages the process sees.
         threads: threads of its numerical libraries.
         variables: further environment variables.
@@ -43,7 +46,7 @@ class Side:
         if not Path(PYTHON[environment]).exists():
             raise SystemExit("The peers' environment does not exist yet: bash benchmarks/setup_peers.sh makes it.")
         self.name = name
-        self.log = (ROOT / "benchmarks" / f".{script}.{name.replace(' ', '_')}.log").open("w")
+        self.log = (ROOT / "benchmarks" / f".{Path(script).name}.{name.replace(' ', '_')}.log").open("w")
         self.process = subprocess.Popen(
             [PYTHON[environment], str(ROOT / "benchmarks" / "sides" / script)],
             stdin=subprocess.PIPE,
@@ -59,7 +62,10 @@ class Side:
         )
 
     def call(self, function: str, **arguments: Any) -> dict[str, Any]:
-        """The result of a function of the side's script. Raises RuntimeError with the end of its log if it died."""
+        """The result of a function of the side's script.
+
+        Raises RuntimeError if the function raised, with its traceback, or if the side died; with the end of its log.
+        """
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
@@ -67,19 +73,24 @@ class Side:
             answer = self.process.stdout.readline()
         except BrokenPipeError:
             answer = ""
-        if not answer:
-            self.log.flush()
-            end = "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-25:])
-            raise RuntimeError(f"{self.name}: {function} did not answer; the end of {self.log.name}:\n{end}")
-        return {name: unpacked(value) for name, value in json.loads(answer).items()}
+        contents = json.loads(answer) if answer else {}
+        if "result" in contents:
+            return {name: unpacked(value) for name, value in contents["result"].items()}
+        self.close()  # what it prints as it ends is in the log then
+        end = "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-LINES_OF_LOG:])
+        why = contents.get("traceback", f"It ended with status {self.process.returncode} and gave no answer.\n")
+        raise RuntimeError(f"{self.name}: {function} failed.\n{why}The end of {self.log.name}:\n{end}")
 
     def close(self) -> None:
+        """Ends the side's process, which has 30 s for it."""
         assert self.process.stdin
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # the process is gone, and something was left to be sent
+            self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
         self.log.close()
 
 

@@ -10,6 +10,7 @@ import resource
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,23 @@ import numpy as np
 
 def serve(*functions: Callable[..., Any]) -> None:
     """Answers calls of `functions` by name until standard input ends. Each returns a dict of numbers, text, lists and
-    NumPy arrays; arrays travel as files, so that a megabyte costs nothing to the other side's measurement."""
+    NumPy arrays; arrays travel as files, so that a megabyte costs nothing to the other side's measurement.
+
+    A function that raises ends the side; its traceback is the answer.
+    """
     by_name = {function.__name__: function for function in functions}
     # What libraries print must not reach the channel of the answers.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
             call = json.loads(line)
-            result = by_name[call["function"]](**call["arguments"])
-            answers.write(json.dumps({name: _packed(value) for name, value in result.items()}) + "\n")
+            try:
+                result = by_name[call["function"]](**call["arguments"])
+                answer = {"result": {name: _packed(value) for name, value in result.items()}}
+            except BaseException:
+                answers.write(json.dumps({"traceback": traceback.format_exc()}) + "\n")
+                raise
+            answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
 

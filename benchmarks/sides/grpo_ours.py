@@ -1,10 +1,11 @@
 """verl_like's side of `grpo_step` and `grpo_reward_curve`: its trainer, made from configuration as the command line
 makes it, one step at a time."""
 
-import _thread
 import contextlib
 import json
+import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -25,9 +26,9 @@ bodies: queue.Queue[tuple[Callable[[], None], Future[None]]] = queue.Queue()
 
 class SteppingRecorder(RunRecorder):
     @contextlib.contextmanager
-    def step(self, step: int, epoch: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
+    def step(self, step: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
         gate.wait()
-        with super().step(step, epoch, total_steps) as log:
+        with super().step(step, total_steps) as log:
             yield log
         gate.finished(json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1]))
 
@@ -63,7 +64,7 @@ def step() -> dict[str, Any]:
 
 def answer_calls() -> None:
     serve(start, step)
-    _thread.interrupt_main()
+    os.kill(os.getpid(), signal.SIGINT)  # `_thread.interrupt_main` does not end a wait in the main thread
 
 
 if __name__ == "__main__":

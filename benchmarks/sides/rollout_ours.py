@@ -40,15 +40,12 @@ class ForcedLengths(VllmEngine):
         ]
         super().submit([dataclasses.replace(r, sampling=s) for r, s in zip(requests, samplings, strict=True)])
 
-    def force(self) -> None:
-        """Takes the seeds away where responses are to have none of their own."""
-        add_request = self.llm.llm_engine.add_request
-
-        def add(name: str, prompt: Any, parameters: Any) -> str:
-            parameters.seed = parameters.seed if self.with_seeds else None
-            return add_request(name, prompt, parameters)
-
-        self.llm.llm_engine.add_request = add
+    def _vllm_request(self, request: GenerationRequest) -> tuple[Any, ...]:
+        """Without a seed where responses are to have none of their own."""
+        name, prompt, parameters, *others = super()._vllm_request(request)
+        if not self.with_seeds:
+            parameters.seed = None
+        return name, prompt, parameters, *others
 
 
 def start() -> dict[str, Any]:
@@ -80,7 +77,6 @@ def start() -> dict[str, Any]:
     engine = ForcedLengths(rollout, TrainedModelConfig(path=str(folder)), rank=0, world_size=1, seed=0, device="cpu")
     named = model.named_parameters()
     engine.load_weights([collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=1)], 1)
-    engine.force()
     state["engine"] = engine
     return {"folder": str(folder), "num_parameters": model.num_parameters()}
 

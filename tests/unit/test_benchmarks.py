@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, Side
 from benchmarks.sides import examples_world
 from benchmarks.sides.grpo_world import lengths_of_step
 from benchmarks.table import BEGIN, END, with_results
@@ -81,3 +81,30 @@ def test_pairs_to_train_on_have_log_normal_lengths_and_fit_the_model(tmp_path):
     assert max(lengths["chosen"]) > 4 * 128
     longest = max(p + max(c, r) for p, c, r in zip(*lengths.values(), strict=True))
     assert longest + 2 <= examples_world.LONGEST  # <turn> and <end>
+
+
+@pytest.fixture
+def failing_side(tmp_path):
+    script = tmp_path / "failing_side.py"
+    script.write_text(
+        "import os\n"
+        "from benchmarks.serve import serve\n"
+        "def half(number): return {'half': number / 2}\n"
+        "def fail(key): return {'value': {}[key]}\n"
+        "def die(): print('about to die'); os._exit(7)\n"
+        "serve(half, fail, die)\n"
+    )
+    side = Side("ours", str(script), "project")
+    yield side
+    side.close()
+
+
+def test_a_side_answers_and_the_traceback_of_a_function_that_raises_is_in_the_error(failing_side):
+    assert failing_side.call("half", number=5) == {"half": 2.5}
+    with pytest.raises(RuntimeError, match=r"(?s)ours: fail failed.*Traceback.*in fail.*KeyError: 'colour'"):
+        failing_side.call("fail", key="colour")
+
+
+def test_a_side_that_dies_is_told_with_its_status_and_the_end_of_its_log(failing_side):
+    with pytest.raises(RuntimeError, match=r"(?s)ours: die failed.*status 7 .*The end of .*about to die"):
+        failing_side.call("die")
