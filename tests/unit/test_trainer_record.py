@@ -25,6 +25,8 @@ from verl_like.trainer.run_recorder import RunRecorder, _link_latest, _new_run_d
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import TRACKERS, Started, Tracking, require_trackers
 
+REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+
 
 def event(method: str, rank: int, started: float, finished: float, pool: str = "a", role: str = "actor") -> CallEvent:
     return CallEvent(pool, role, method, rank, started, finished)
@@ -236,6 +238,58 @@ def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
     assert "<script>" not in text and "&lt;script&gt;" in text
 
 
+HOSTILE = "$\\frac{$ [/bold] \x1b[2J \x00 \ud800"
+"""A name with mathematics that does not parse, markup that closes nothing, control characters and half a character."""
+
+
+def test_a_run_whose_names_are_not_text_ends_with_its_report_and_summary(tmp_path, capsys):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    name = f"val-core/{HOSTILE}/acc"
+    recorder.log_validation({name: 0.125})
+    with recorder.step(1, total_steps=1) as log:
+        recorder.timeline.record(event(f"update_{HOSTILE}", 0, 1.0, 1.5, pool=HOSTILE))
+        log({name: 0.375})
+    recorder.show_generations(1, 1, lambda row: {"response": HOSTILE}, num_shown=1)
+    recorder.show_placement([{"pool": HOSTILE}])
+    recorder.close(f"Stopped: {HOSTILE}")
+    said = capsys.readouterr().out
+    assert "0.125 at first, 0.375 at last" in said and "report is not written" not in said
+    assert "\x1b[2J" not in said and "\ud800" not in said
+    drawn = (recorder.run_dir / "report.html").read_text(encoding="utf-8")
+    assert drawn.count("<svg") == 4  # three charts and the timeline
+    assert "val-core/$\\frac{$ [/bold]" in drawn
+
+
+def test_a_damaged_row_of_metrics_costs_that_row_alone(tmp_path):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder.tracking.log({"reward": 0.5}, 1)
+    recorder.tracking.jsonl.write('{"step": 2, "rew\n[1, 2]\n' + "[" * 100_000 + "\n")
+    recorder.tracking.log({"reward": 0.25}, 3)
+    recorder.close("Done.")
+    assert "2 rows of metrics" in (recorder.run_dir / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_drawn_is_named_and_the_summary_follows(tmp_path, capsys):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder.tracking.jsonl.write('{"step": 1, "timing_s/step": "fast"}\n')
+    recorder.close("Done.")
+    said = capsys.readouterr().out
+    assert "The report is not written: " in said and "\nDone." in said and "metrics.jsonl" in said
+
+
+def test_the_summary_offers_no_model_of_a_checkpoint_that_was_set_aside(tmp_path, capsys):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    for step in (4, 12):
+        model = checkpoint.begin(recorder.run_dir, step) / "actor/huggingface"
+        model.mkdir(parents=True)
+        (model / "model.safetensors").write_text("weights")
+        checkpoint.commit(checkpoint.partial_of_step(recorder.run_dir, step), step, {}, {})
+    checkpoint.set_aside(recorder.run_dir, after=4)
+    recorder.close("Done.")
+    said = capsys.readouterr().out
+    assert "global_step_4/actor/huggingface" in said and "global_step_12" not in said
+
+
 def test_the_timeline_shows_the_last_steps_that_neither_validated_nor_saved(tmp_path):
     timeline = Timeline(file := io.StringIO(), PPO_DISPLAY)
     timeline.record(event("init_model", 0, 0.0, 0.5))
@@ -278,8 +332,7 @@ class SlowWriter(Worker):
 def test_a_run_that_ends_completes_the_checkpoint_that_is_being_written_unless_it_gets_a_second_sigterm(
     num_signals, tmp_path
 ):
-    required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
-    recorder = RunRecorder(load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
     recorder.saves_when_ended = True
     recorder.tracking.log({"reward": 0.5}, 7)
     group = LocalWorkerGroup(ClassWithInitArgs(SlowWriter), role="actor")
@@ -295,8 +348,7 @@ def test_a_run_that_ends_completes_the_checkpoint_that_is_being_written_unless_i
 
 
 def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(tmp_path):
-    required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
-    config = load_ppo_config([*required, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"])
+    config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"])
     recorder = RunRecorder(config, PPO_DISPLAY)
     recorder.console.show_step = lambda *_: None  # printing would take most of the time
     kept = {}

@@ -1,13 +1,15 @@
 """What a person sees of a run: the placement table, a progress bar, one line a step, sampled generations."""
 
+import io
 import math
+import sys
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from verl_like.trainer.display import Display
+from verl_like.trainer.display import Display, printable
 
 
 class RunConsole:
@@ -15,6 +17,8 @@ class RunConsole:
 
     def __init__(self, display: Display) -> None:
         self.display = display
+        if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of a terminal may lack a character
+            sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress = Progress(
             TextColumn("[bold]training"),
@@ -30,12 +34,12 @@ class RunConsole:
         self.task = self.progress.add_task("training", total=None, start=False)
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text))
+        self.console.print(escape(printable(text)))
 
     def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
-            table.add_row(*map(escape, row.values()))
+            table.add_row(*(escape(printable(cell)) for cell in row.values()))
         self.console.print(table)
 
     def start_training(self, total_steps: int) -> None:
@@ -52,7 +56,11 @@ class RunConsole:
         total = metrics["timing_s/step"]
         times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in self.display.phases}
         seconds = [f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > 0.02 * total]
-        validation = [f"[bold]{name} {value:.3f}[/]" for name, value in metrics.items() if name.startswith("val-core/")]
+        validation = [
+            f"[bold]{escape(printable(name))} {value:.3f}[/]"
+            for name, value in metrics.items()
+            if name.startswith("val-core/")
+        ]
         start = f"[bold cyan]step {step:>{len(str(total_steps))}}/{total_steps}[/]"
         line = [start, *shown, f"[dim]{total:.2f} s: {', '.join(seconds)}[/]", *validation]
         self.console.print("  ".join(line))
@@ -62,7 +70,8 @@ class RunConsole:
         """The lines of a validation before the first training step."""
         for name, value in metrics.items():
             if name.startswith("val-core/"):
-                self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{name} {value:.3f}[/]")
+                shown = f"{escape(printable(name))} {value:.3f}"
+                self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{shown}[/]")
 
     def close(self) -> None:
         self.progress.stop()

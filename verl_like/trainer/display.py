@@ -27,3 +27,11 @@ class Display:
     histograms: tuple[tuple[str, str, str], ...] = ()
     """Of the report: title, name of a metric, x label. A name that ends in "_" stands for all that begin with it: each
     says in its last part a number, and in its value the share of it in a step."""
+
+
+def printable(text: str) -> str:
+    """The text with a space for each control character and lone surrogate.
+
+    The former could steer a terminal, and no file or figure takes the latter. Line breaks stay.
+    """
+    return "".join(character if character.isprintable() or character == "\n" else " " for character in text)

@@ -11,7 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from verl_like.trainer.display import Display
+from verl_like.trainer.display import Display, printable
+
+pyplot.rcParams["text.parse_math"] = False  # a data source's name may have dollar signs
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -56,7 +58,8 @@ def write_report(
     figures += [_histogram(*histogram, metrics) for histogram in display.histograms]
     drawn = {"charts": "".join(figures), "timeline": _timeline(steps)}
     tables = {"speed": _speed(metrics), "placement": _table(placement), "generations": _table(generations)}
-    path.write_text(PAGE.format(**text, **drawn, **tables))
+    # A lone surrogate has no bytes in UTF-8: its code is written.
+    path.write_text(PAGE.format(**text, **drawn, **tables), encoding="utf-8", errors="backslashreplace")
 
 
 def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[str, float]]) -> str:
@@ -70,7 +73,8 @@ def _chart(title: str, names: tuple[str, ...], label: str, metrics: list[dict[st
     figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
     for name, points in series.items():
         steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, label=name, linewidth=1.4, marker="o" if len(points) < 30 else "", markersize=3)
+        marker = "o" if len(points) < 30 else ""
+        axes.plot(steps, values, label=printable(name), linewidth=1.4, marker=marker, markersize=3)
     axes.set(title=title, xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="x-small")
@@ -106,7 +110,7 @@ def _timeline(steps: list[list[dict[str, Any]]]) -> str:
         calls = [e for e in shown if e["method"] == method]
         rows = [lanes.index((e["pool"], e["process"])) for e in calls]
         starts, seconds = [e["started"] - origin for e in calls], [e["finished"] - e["started"] for e in calls]
-        axes.barh(rows, seconds, left=starts, height=0.7, linewidth=0, label=method)
+        axes.barh(rows, seconds, left=starts, height=0.7, linewidth=0, label=printable(method))
     for lane, (above, below) in enumerate(itertools.pairwise(lanes)):
         if above[0] != below[0]:  # another pool
             axes.axhline(lane + 0.5, color="black", linewidth=0.8)
@@ -114,7 +118,8 @@ def _timeline(steps: list[list[dict[str, Any]]]) -> str:
         start = min(e["started"] for e in shown if e["step"] == step) - origin
         axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
         axes.text(start, -0.62, f" step {step}", fontsize="x-small", va="bottom")
-    axes.set_yticks(range(len(lanes)), [f"{pool}\n{process}" for pool, process in lanes], fontsize="small")
+    names = [printable(f"{pool}\n{process}") for pool, process in lanes]
+    axes.set_yticks(range(len(lanes)), names, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.legend(ncols=len(methods), fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25))

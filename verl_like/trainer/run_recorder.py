@@ -1,11 +1,11 @@
 """Keeps the record of a run: its folder, metrics, timeline, console output and the report at the end."""
 
+import contextlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,20 @@ from typing import Any
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer.checkpoint import PendingCheckpoint, commit, keep, remove_partial, set_aside, steps, write
+from verl_like.trainer.checkpoint import (
+    PendingCheckpoint,
+    commit,
+    folder_of_step,
+    keep,
+    remove_partial,
+    set_aside,
+    steps,
+    write,
+)
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.console import RunConsole
-from verl_like.trainer.display import Display
+from verl_like.trainer.display import Display, printable
 from verl_like.trainer.report import write_report
 from verl_like.trainer.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
 from verl_like.trainer.timeline import Timeline
@@ -82,14 +91,14 @@ class RunRecorder:
         if rows:
             self.console.show_table("Placement", rows)
 
-    @contextmanager
+    @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Adds the seconds of a phase on the driver to the step's `timing_s/{phase}`."""
         started = time.time()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.time() - started
 
-    @contextmanager
+    @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
         """Calls within it are validation and do not count in the step's phases."""
         self.timeline.is_validating = True
@@ -97,7 +106,7 @@ class RunRecorder:
             yield
         self.timeline.is_validating = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def step(self, step: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
         """Times a step; metrics given to the yielded function are written when the step is complete."""
         if not self.timeline.step:
@@ -212,7 +221,30 @@ class RunRecorder:
         self.console.close()
         self.tracking.close()
         self.timeline_file.close()
-        metrics = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        metrics = _readable_rows(self.run_dir / "metrics.jsonl")
+        try:
+            self._write_report(outcome, metrics)
+        except Exception as error:  # names and texts of data and model are drawn; the run itself is complete
+            self.console.say(f"The report is not written: {type(error).__name__}: {error}")
+        self.console.say(f"\n{outcome}")
+        for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):
+            values = [row[name] for row in metrics if name in row]
+            if len(values) > 1:
+                self.console.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
+        files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
+        files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
+        if self.best:
+            files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
+        for step in steps(self.run_dir):  # not those of checkpoints that are set aside
+            for model in sorted(folder_of_step(self.run_dir, step).glob("*/huggingface")):
+                files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
+        self.console.say(f"  in {self.run_dir}:")
+        for name, what in files.items():
+            path = self.run_dir / name
+            if path.exists() and path.stat().st_size:
+                self.console.say(f"    {name:<40} {what}")
+
+    def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
         write_report(
             self.run_dir / "report.html",
             title=f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}",
@@ -224,22 +256,17 @@ class RunRecorder:
             config=to_yaml(self.config),
             display=self.display,
         )
-        self.console.say(f"\n{outcome}")
-        for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):
-            values = [row[name] for row in metrics if name in row]
-            if len(values) > 1:
-                self.console.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
-        files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
-        files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
-        if self.best:
-            files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
-        for model in sorted(self.run_dir.glob("global_step_*/*/huggingface")):
-            files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
-        self.console.say(f"  in {self.run_dir}:")
-        for name, what in files.items():
-            path = self.run_dir / name
-            if path.exists() and path.stat().st_size:
-                self.console.say(f"    {name:<40} {what}")
+
+
+def _readable_rows(file: Path) -> list[dict[str, float]]:
+    """The rows of `metrics.jsonl`; of a run that was continued, an older one may be damaged, and is left out."""
+    rows = []
+    for line in file.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
+    return rows
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
@@ -256,10 +283,10 @@ def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[
 
 
 def _shown(text: str, max_length: int = 240) -> str:
-    """On one line, its middle left out when it is long; control characters could steer the terminal."""
+    """On one line, its middle left out when it is long."""
     if len(text) > max_length:
         text = f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"
-    return "".join(character if character.isprintable() else " " for character in text)
+    return printable(text).replace("\n", " ")
 
 
 def _new_run_dir(parent: Path) -> Path:
