@@ -175,6 +175,14 @@ def test_gpg_makes_up_for_the_groups_without_a_gradient():
     assert torch.equal(given, torch.tensor([[-1.5], [1.5]]))
 
 
+def test_gpg_finds_no_gradient_where_equal_scores_have_a_rounded_mean():
+    # Eight times 0.1 in float64 has the mean 0.09999999999999999; a fifth of the rows have a gradient.
+    rewards = torch.tensor([[0.1]] * 8 + [[0.0], [1.0]], dtype=torch.float64)
+    index = np.array(["a"] * 8 + ["b"] * 2, dtype=object)
+    advantages, _ = compute_gpg_outcome_advantage(rewards, torch.ones(10, 1), index)
+    torch.testing.assert_close(advantages[8:], torch.tensor([[-2.5], [2.5]], dtype=torch.float64))
+
+
 def test_max_rl_of_one_success_in_eight_is_seven_and_refuses_a_negative_score():
     # mean 1 / 8: (1 - 1 / 8) * 8 = 7 for the success, (0 - 1 / 8) * 8 = -1 for the failures
     rewards, index = torch.zeros(8, 1), np.array(["a"] * 8, dtype=object)

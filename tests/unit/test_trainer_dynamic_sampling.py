@@ -116,10 +116,27 @@ def test_groups_differ_by_the_score_or_a_named_number_of_the_responses_that_were
         groups_differ(batch, "ac")
 
 
-def test_equal_scores_that_no_binary_fraction_is_do_not_differ():
-    batch = scored_batch("b")
-    batch.batch["rule_scores"] = torch.full((3, 2), 0.1)
-    assert not groups_differ(batch, "reward").any()
+@pytest.mark.parametrize("number", [0.1, 0.7, 1 / 3, 1e-30, -1e30])
+def test_equal_numbers_do_not_differ_though_their_mean_is_rounded(number):
+    # Eight times 0.1 has the mean 0.09999999999999999 in float64.
+    batch = scored_batch("b" * 8)
+    batch.batch["rule_scores"] = torch.full((24, 2), number)
+    batch.non_tensor_batch |= {"uid": np.repeat(["x", "y"], [8, 16]), "reward_extra/acc": np.full(24, number)}
+    assert not groups_differ(batch, "reward").any() and not groups_differ(batch, "acc").any()
+
+
+def test_numbers_that_differ_in_their_last_digit_differ():
+    numbers = np.full(9, 0.1)
+    numbers[4] = np.nextafter(0.1, 1)
+    batch = scored_batch("bde", extra={"reward_extra/acc": numbers})
+    assert groups_differ(batch, "acc").tolist() == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_a_number_that_is_missing_or_of_a_skipped_sample_makes_no_difference():
+    # a lacks its second number; of b the one that differs is skipped; c has none; d has two that differ.
+    numbers = np.array([5, NAN, 5, 2, 2, 3, NAN, NAN, NAN, NAN, 1, 0])
+    batch = scored_batch("abcd", skipped=[5], extra={"reward_extra/acc": numbers})
+    assert groups_differ(batch, "acc").tolist() == [False] * 9 + [True] * 3
 
 
 def test_rewards_by_name_are_the_weighted_columns_and_the_numbers_on_the_last_token():

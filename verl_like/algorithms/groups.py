@@ -60,6 +60,20 @@ class PromptGroups:
         """
         return self.scored & (self.is_single | (self.num_scored > 1))
 
+    @property
+    def differ(self) -> torch.Tensor:
+        """(B,) bool, the rows of groups that have two different scores.
+
+        Equal scores have equal extremes, exactly; their mean may be rounded to another number.
+        """
+        return self.largest(self.scores, self.scored) > -self.largest(-self.scores, self.scored)
+
+    def largest(self, row_values: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """The largest of `row_values` (B,) among the `candidates` (B,) bool of the group; -infinity without one."""
+        values = row_values.masked_fill(~candidates, -torch.inf)
+        found = values.new_full((self.num_groups,), -torch.inf)
+        return found.scatter_reduce_(0, self.group, values, "amax")[self.group]
+
     def sum(self, row_values: torch.Tensor) -> torch.Tensor:
         """The sum of `row_values` (B,) over the scored rows of the group."""
         totals = self.scores.new_zeros(self.num_groups).index_add_(0, self.group, zero_masked(row_values, self.scored))

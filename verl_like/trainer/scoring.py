@@ -105,7 +105,7 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
     is_scored = ~batch.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
     groups = PromptGroups.of(values, is_scored, batch.non_tensor_batch["uid"])
-    return groups.sum((groups.scores - groups.mean()) ** 2) > 0
+    return groups.differ
 
 
 def require_metric(metric: str, numbers: Collection[str]) -> None:

@@ -37,7 +37,7 @@ def compute_gpg_outcome_advantage(
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     row_advantages = groups.scores_above(groups.mean()) / f_norm
-    has_gradient = groups.scored & (groups.sum(row_advantages**2) > 0)
+    has_gradient = groups.scored & (groups.differ | (groups.is_single & (groups.scores != 0)))
     scale = groups.scored.sum() / has_gradient.sum().clamp(min=1) if alpha is None else alpha
     advantages = groups.on_tokens(scale * row_advantages, token_level_rewards.dtype)
     return advantages, advantages

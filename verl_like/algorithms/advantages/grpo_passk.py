@@ -34,16 +34,10 @@ def compute_grpo_passk_outcome_advantage(
     `epsilon` is added to the standard deviation. verl has `config`, which is not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-
-    def largest(candidates: torch.Tensor) -> torch.Tensor:
-        """The largest score of the `candidates` (B,) bool in each row's group, (B,); -infinity without one."""
-        scores = groups.scores.masked_fill(~candidates, -torch.inf)
-        found = scores.new_full((groups.num_groups,), -torch.inf)
-        return found.scatter_reduce_(0, groups.group, scores, "amax")[groups.group]
-
-    is_best = groups.scored & (groups.scores == largest(groups.scored))
+    is_best = groups.scored & (groups.scores == groups.largest(groups.scores, groups.scored))
     alone_best = is_best & (groups.sum(is_best.double()) == 1)
-    margin = zero_masked(groups.scores_above(largest(groups.scored & ~is_best)), alone_best)
+    second_best = groups.largest(groups.scores, groups.scored & ~is_best)
+    margin = zero_masked(groups.scores_above(second_best), alone_best)
     row_advantages = margin / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else margin
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages
