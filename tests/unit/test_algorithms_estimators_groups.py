@@ -220,6 +220,34 @@ def test_gdpo_of_two_rewards_matches_the_numpy_reference():
     np.testing.assert_allclose(advantages.numpy(), oracle.whitened(expected, one), rtol=1e-5, atol=1e-5)
 
 
+def test_gdpo_takes_a_row_that_lacks_a_reward_as_skipped_for_that_reward_alone():
+    # One token each. Reward one is 0, 2, 4: normalised -1, 0, 1. Of reward two the second row has none and the others
+    # have 3 and 1: normalised 1 and -1 over sqrt(2), and 0. In group b the only reward two is no comparison.
+    half = 2**-0.5
+    rewards = {
+        "one": torch.tensor([[0.0], [2.0], [4.0], [1.0], [3.0]]),
+        "two": torch.tensor([[3.0], [torch.nan], [1.0], [torch.nan], [9.0]]),
+    }
+    options = GDPOOptions(gdpo_reward_keys=["one", "two"], gdpo_reward_weights=[1.0, 2.0])
+    index = np.array([*"aaabb"], dtype=object)
+    advantages, _ = compute_gdpo_outcome_advantage(rewards, torch.ones(5, 1), index, options)
+    summed = np.array([-1 + 2 * half, 0.0, 1 - 2 * half, -half, half])
+    expected = (summed - summed.mean()) / summed.std(ddof=1)
+    np.testing.assert_allclose(advantages[:, 0].numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_leaves_out_the_rows_that_have_no_reward_to_compare():
+    # The third row lacks both rewards; the last of group b is alone with its own. The others are -1 and 1 over sqrt(2).
+    rewards = {
+        "one": torch.tensor([[0.0], [2.0], [torch.nan], [5.0], [torch.nan]]),
+        "two": torch.tensor([[torch.nan], [torch.nan], [torch.nan], [torch.nan], [4.0]]),
+    }
+    options, index = GDPOOptions(gdpo_reward_keys=["one", "two"]), np.array([*"aaabb"], dtype=object)
+    advantages, _ = compute_gdpo_outcome_advantage(rewards, torch.ones(5, 1), index, options)
+    half = 2**-0.5
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([-half, half, 0.0, 0.0, 0.0]))
+
+
 def test_gdpo_refuses_rewards_and_weights_that_do_not_fit():
     with pytest.raises(ValueError, match="names taste, but the rewards of this run are rule"):
         options = GDPOOptions(gdpo_reward_keys=["taste"])

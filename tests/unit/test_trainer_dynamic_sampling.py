@@ -162,6 +162,25 @@ def test_gdpo_gets_the_rewards_that_its_keys_name():
     np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, rtol=1e-5)
 
 
+def test_gdpo_without_the_division_counts_rewards_by_the_weights_of_their_columns():
+    # The scores 0, 1, 0 weigh 3: they deviate from their mean by -1, 2, -1. acc deviates by 1, 0, -1.
+    batch = scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])})
+    batch.batch["token_level_rewards"] = torch.zeros(3, 2)
+    options = {"gdpo_reward_keys": ["rule_scores", "acc"], "norm_adv_by_std_in_grpo": False}
+    maker("gdpo", **options).compute_advantages(batch)
+    summed = np.array([0.0, 2, -2]).repeat(2).reshape(3, 2)
+    expected = (summed - summed.mean()) / summed.std(ddof=1)
+    np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, rtol=1e-5)
+
+
+def test_one_missing_number_leaves_the_advantages_of_all_samples_numbers():
+    batch = scored_batch("be", extra={"reward_extra/acc": np.array([2.0, 1, NAN, 5, 6, 9])})
+    batch.batch["token_level_rewards"] = torch.zeros(6, 2)
+    maker("gdpo", gdpo_reward_keys=["rule_scores", "acc"]).compute_advantages(batch)
+    advantages = batch.batch["advantages"]
+    assert advantages.isfinite().all() and (advantages != 0).all()
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, Future, Metric
+from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.scoring import ModelScores, reward_columns, reward_means, total_scores
@@ -50,6 +51,19 @@ def test_the_reward_is_the_weighted_sum_of_the_declared_columns_alone():
         }
     )
     assert total_scores(batch, columns).tolist() == [[0.0, 1.0 + 0.25 - 2.0], [3.0 + 0.5 + 0.5, 0.0]]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_no_number_is_refused_with_its_column_unless_its_sample_was_skipped(wrong):
+    scores = torch.tensor([[0.0, 4.0], [wrong, 0.0], [0.0, wrong]])
+    skipped = torch.tensor([False, True, False])
+    batch = DataProto.from_dict({"rule_scores": torch.zeros(3, 2), "rm_scores": scores, "is_skipped": skipped})
+    with pytest.raises(
+        RewardError, match=r"'rm_scores' of 1 of 3 samples is no finite number, the first of them row 2"
+    ):
+        total_scores(batch, {"rule_scores": 1.0, "rm_scores": 0.5})
+    batch.batch["is_skipped"][2] = True
+    assert total_scores(batch, {"rule_scores": 1.0, "rm_scores": 0.5})[0].tolist() == [0.0, 2.0]
 
 
 class HalvingRewardModel(RewardModelWorker):

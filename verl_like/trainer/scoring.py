@@ -11,7 +11,7 @@ from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Future, Metric
-from verl_like.rewards.manager import RewardManager, RewardSample
+from verl_like.rewards.manager import RewardError, RewardManager, RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.worker import Worker
@@ -82,13 +82,28 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
 
 
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
-    """The reward before any KL penalty: the weighted sum of the reward columns, (B, R)."""
+    """The reward before any KL penalty: the weighted sum of the reward columns, (B, R).
+
+    Raises RewardError for a sample, not one that rules skip, of which a column is not a finite number: an estimator
+    that compares all rows of a batch would make it the advantage of every one.
+    """
+    for name in reward_columns:
+        is_wrong_B = ~batch.batch[name].isfinite().all(-1)
+        if "is_skipped" in batch.batch:
+            is_wrong_B &= ~batch.batch["is_skipped"]
+        if is_wrong_B.any():
+            row = int(is_wrong_B.nonzero()[0])
+            raise RewardError(
+                f"the reward {name!r} of {int(is_wrong_B.sum())} of {len(batch)} samples is no finite number, the "
+                f"first of them row {row} of the batch: {batch.batch[name][row].tolist()}; look at the weights and the "
+                "data type of the model that computes it"
+            )
     return torch.stack([weight * batch.batch[name] for name, weight in reward_columns.items()]).sum(0)
 
 
 def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, torch.Tensor]:
     """Each reward by itself, (B, R), by name: the weighted reward columns, and the numbers that the reward function
-    returned beside the score."""
+    returned beside the score, NaN where it did not."""
     scores = {name: weight * batch.batch[name] for name, weight in reward_columns.items()}
     numbers = {name: torch.from_numpy(values).float() for name, values in extra_numbers(batch).items()}
     return scores | {name: on_last_token(values, batch.batch["response_mask"]) for name, values in numbers.items()}

@@ -25,7 +25,8 @@ INPUTS = {
     "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has one",
     "sum_pi_squared": "(B, R) float, sum over the vocabulary of the policy's squared probabilities at each token",
     "rollout_is_weights": "(B, R) float, importance weights of algorithm.rollout_correction",
-    "scores_by_reward": "dict of (B, R) float, each reward before they are added up, by the name of its column",
+    "scores_by_reward": "dict of (B, R) float, each reward before they are added up, by the name of its column; "
+    "NaN on the last token where a row lacks it",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
     "norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std_in_grpo",

@@ -7,7 +7,8 @@
 `grpo` normalises the sum of the rewards, in which one with a large spread outweighs the others. Here each counts by its
 weight w_k. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and
 with skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets
-0. `algorithm.use_kl_in_reward` and `reward.overlong_buffer` change the sum of the rewards, which is not read: they are
+0. Where a row lacks reward k, a number that the reward function did not return for it, the row is as if it were
+skipped for that reward alone: A_ik is 0, and mean_k and std_k are those of the other rows. `algorithm.use_kl_in_reward` and `reward.overlong_buffer` change the sum of the rewards, which is not read: they are
 refused. verl ignores the KL penalty, and falls back to the sum of the rewards where the keys are not given.
 
 Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
@@ -22,7 +23,7 @@ from pydantic import Strict, model_validator
 
 from verl_like.algorithms.advantages import AdvantageOptions, register_adv_est
 from verl_like.algorithms.groups import PromptGroups
-from verl_like.algorithms.masked import masked_whiten
+from verl_like.algorithms.masked import masked_whiten, zero_masked
 
 
 class GDPOOptions(AdvantageOptions):
@@ -73,16 +74,22 @@ def compute_gdpo_outcome_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
 
-    `epsilon` is added to each standard deviation. Raises ValueError for a reward that the run does not have.
+    `epsilon` is added to each standard deviation. A score is NaN where a row lacks the reward. Raises ValueError for a
+    reward that the run does not have.
     """
     keys = options.gdpo_reward_keys
     options.require_rewards(scores_by_reward)
-    groups_of_rewards = [PromptGroups.of(scores_by_reward[key], response_mask, index) for key in keys]
-    summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
-    for groups, weight in zip(groups_of_rewards, options.gdpo_reward_weights or [1.0] * len(keys), strict=True):
+    valid = response_mask.bool()
+    summed = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
+    is_compared = torch.zeros(len(valid), dtype=torch.bool, device=valid.device)
+    for key, weight in zip(keys, options.gdpo_reward_weights or [1.0] * len(keys), strict=True):
+        scores = scores_by_reward[key]
+        has_score = ~zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
+        groups = PromptGroups.of(scores, valid & has_score, index)
         deviations = groups.scores_above(groups.mean())
         summed += weight * (deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations)
-    groups = groups_of_rewards[0]  # the same rows for every reward
-    tokens = groups.on_tokens(summed, scores_by_reward[keys[0]].dtype)
-    advantages = masked_whiten(tokens, groups.valid & groups.has_baseline.unsqueeze(-1))
+        is_compared |= groups.has_baseline
+    compared = valid & is_compared.unsqueeze(-1)
+    tokens = zero_masked(summed.to(scores_by_reward[keys[0]].dtype).unsqueeze(-1), compared)
+    advantages = masked_whiten(tokens, compared)
     return advantages, advantages
