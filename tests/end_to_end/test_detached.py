@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,18 +106,52 @@ def test_at_staleness_0_a_detached_run_that_is_ended_and_continued_equals_the_sy
         assert all((expected[name] == found[name]).all() for name in expected)
 
 
-def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
-    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+# The first process that validates after the last step dies.
+DYING = """
+import os
+import pathlib
+import signal
+
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+
+
+@register_trainer
+class TrainerThatDies(RayPPOTrainer):
+    def validate(self):
+        has_died = pathlib.Path(__file__).parent / "has_died"
+        if self.global_step == self.config.trainer.total_training_steps and not has_died.exists():
+            has_died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().validate()
+"""
+
+
+@pytest.fixture
+def plugin_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The key of a plugin whose maker dies in the last validation, once."""
+    (tmp_path / "plugin_that_dies.py").write_text(DYING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    yield "plugins=[plugin_that_dies]"
+    del sys.modules["plugin_that_dies"]
+
+
+def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again_also_in_the_last_validation(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, plugin_that_dies: str
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
-    settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
+    settings += ["trainer.total_training_steps=60", plugin_that_dies]  # a step takes a tenth of a second
     killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 6)
     assert run_apart(settings) == 0
     assert not killer.is_alive()
-    validated = [row["step"] // 5 for row in metrics_of(tmp_path) if "val-core/exact_match/acc/mean@1" in row]
+    validations = [row["step"] for row in metrics_of(tmp_path) if "val-core/exact_match/acc/mean@1" in row]
+    validated = [step // 5 for step in validations]
     assert validated == sorted(set(validated)), "the maker that was started again validates when it is due"
+    assert validations[-1] == 60
+    assert checkpoint.newest(tmp_path / "runs/latest")[0].state["validated"] == 60
     output = capsys.readouterr().out
-    assert "maker_0 failed and is started again: maker_0 rank 0" in output
+    assert output.count("maker_0 failed and is started again: maker_0 rank 0") == 2
     assert "Prompts: 240 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n" in output
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61))
@@ -127,6 +161,18 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again(
     assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
     assert calls_of(tmp_path)["update_actor"] == 2 * 60  # each of the two mini-batches of a step by itself
+
+
+@pytest.mark.proof
+def test_a_run_that_fails_in_its_last_validation_has_the_checkpoint_of_its_last_step(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, plugin_that_dies: str
+):
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, "trainer.total_training_steps=3"]
+    assert run_apart([*settings, plugin_that_dies, "detached.max_restarts=0"]) == 1
+    assert "maker_0 rank 0" in capsys.readouterr().err
+    run_dir = tmp_path / "runs/latest"
+    assert checkpoint.steps(run_dir) == [3] and checkpoint.newest(run_dir)[1] == []
+    assert (run_dir / "global_step_3/actor/huggingface/model.safetensors").exists()
 
 
 @pytest.mark.proof

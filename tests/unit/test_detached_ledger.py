@@ -264,8 +264,9 @@ def test_a_run_that_is_to_end_ends_after_the_step_that_no_trainer_has_done():
     assert len(tickets) == 2, "none for a step that is not trained"
     deliver(ledger, "maker", tickets, 1)
     for trainer in (0, 1):
+        assert not ledger.has_trained_all()
         ledger.trained(ledger.choose(trainer, 1, 2), 1)
-    assert ledger.take("maker", 2, 1) is None
+    assert ledger.has_trained_all() and ledger.take("maker", 2, 1) is None
     assert ledger.counts()["not_started"] == 4
     assert PromptLedger(num_steps=1, batch_size=2, detached=DetachedBlock()).end() == 1
 

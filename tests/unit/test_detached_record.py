@@ -103,13 +103,33 @@ def test_a_step_is_written_and_saved_when_all_trainers_have_done_it_and_its_vali
     record.log()
     expected = [(0, 0.0), (1, 1.5), (1, 1.0), (2, 2.5), (2, 2.0), (3, 3.5)]
     assert rows_of(record) == expected
-    assert checkpoint.steps(run_dir) == [1, 2], "the last one is complete when its validation is written"
+    assert checkpoint.steps(run_dir) == [1, 2, 3], "the last one does not wait for its validation"
+    assert checkpoint.read(checkpoint.folder_of_step(run_dir, 3)).state["validated"] == 2
     validate(record, 3)
     record.log()
-    record.begin_checkpoint()
-    record.commit_checkpoint()
-    assert rows_of(record) == [*expected, (3, 3.0)] and checkpoint.steps(run_dir) == [1, 2, 3]
-    assert checkpoint.read(checkpoint.folder_of_step(run_dir, 3)).state["validated"] == 3
+    record.renew_checkpoint()
+    assert rows_of(record) == [*expected, (3, 3.0)]
+    last = checkpoint.read(checkpoint.folder_of_step(run_dir, 3))
+    assert (last.state["ledger"], last.state["validated"]) == ({"next_number": 12}, 3)
+    for name in ("metrics.jsonl", "timeline.jsonl"):
+        assert last.state["files"][name] == (run_dir / name).stat().st_size
+    record.recorder.lock.close()
+
+
+@pytest.mark.parametrize("outcome", ["Stopped: maker_0 died.", "Interrupted."])
+def test_a_run_that_ends_before_its_last_validation_keeps_the_checkpoint_of_its_last_step(
+    outcome: str, start: Callable[[], DetachedRecord]
+):
+    record = start()
+    for step in (1, 2, 3):
+        do_step(record, 1, step, False)
+        do_step(record, 0, step, True)
+        record.log()
+    record.recorder.close(outcome)
+    run_dir = record.recorder.run_dir
+    assert checkpoint.steps(run_dir) == [1, 2, 3]
+    last = checkpoint.read(checkpoint.folder_of_step(run_dir, 3))
+    assert (last.state["ledger"], last.state["validated"]) == ({"next_number": 12}, -1)
     record.recorder.lock.close()
 
 

@@ -127,7 +127,7 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
     for path in filter(Path.is_dir, partial.rglob("*")):
         _sync_folder(path)
-    write(partial / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
+    _write_manifest(partial, manifest)
     folder = folder_of_step(partial.parent, step)
     if folder.exists():
         remove(folder)
@@ -135,6 +135,14 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str
     _sync_folder(folder.parent)
     _sync_folder(folder.parent.parent)  # the run's own entry
     return Checkpoint(folder, step, state)
+
+
+def renew(saved: Checkpoint, state: dict[str, Any]) -> None:
+    """Replaces the state of a complete checkpoint, which has the one or the other at any moment. Raises OSError."""
+    manifest = json.loads((saved.folder / MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest["state"] = state
+    _write_manifest(saved.folder, manifest)
 
 
 def write(path: Path, text: str) -> None:
@@ -228,6 +236,10 @@ def set_aside(run_dir: Path, after: int) -> None:
         damaged = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(damaged, ignore_errors=True)
         os.rename(folder, damaged)
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write(folder / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -18,7 +18,9 @@ from verl_like.trainer.checkpoint import (
     commit,
     folder_of_step,
     keep,
+    read,
     remove_partial,
+    renew,
     set_aside,
     steps,
     write,
@@ -187,13 +189,21 @@ class RunRecorder:
     ) -> None:
         """Keeps the state of a step whose metrics are logged until `commit_checkpoint` finds its files written."""
         assert self.pending is None
+        self.pending = PendingCheckpoint(partial, step, state | self._state_of_record(), groups)
+
+    def renew_checkpoint(self, step: int, changes: dict[str, Any]) -> None:
+        """Adds to a complete checkpoint what was recorded since then, and changes in its state. Raises OSError."""
+        saved = read(folder_of_step(self.run_dir, step), hashes=False)
+        renew(saved, saved.state | changes | self._state_of_record())
+
+    def _state_of_record(self) -> dict[str, Any]:
+        """What a run that goes on has to know of the record so far, which is on the disk then."""
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file):
             os.fsync(file.fileno())
             files[Path(file.name).name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
-        state = state | {"files": files, "shown": shown, "best": self.best}
-        self.pending = PendingCheckpoint(partial, step, state, groups)
+        return {"files": files, "shown": shown, "best": self.best}
 
     def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
         """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest that are too many.

@@ -115,6 +115,10 @@ class PromptLedger:
         """The step after which the run ends. It is the same for all trainers that ask after they did a step."""
         return self._last_step
 
+    def has_trained_all(self) -> bool:
+        """Whether all trainers have trained all steps; they may still write their checkpoints."""
+        return min(self._trained) == self._last_step * self.share
+
     @property
     def is_braking(self) -> bool:
         """Whether makers wait for newer weights than `max_staleness` alone asks for."""
@@ -127,7 +131,7 @@ class PromptLedger:
 
         Empty where it has to wait for newer weights; None once all steps are trained, and for a maker that is lost.
         """
-        if maker in self._lost or min(self._trained) == self._last_step * self.share:
+        if maker in self._lost or self.has_trained_all():
             return None
         ahead = self.detached.update_steps if self.is_braking else self.detached.max_staleness + 1
         allowed = min(version + ahead, self._last_step) * self.share

@@ -55,7 +55,7 @@ class DetachedRecord:
             self.commit_checkpoint()  # the one before, which trainers wait for before they save again
             self.log_validations(step - 1)
             self.log_step(step)
-            if self.saved and step < self.config.num_steps_of_run:
+            if self.saved:
                 self.begin_checkpoint()
         self.commit_checkpoint()
         self.log_validations(self.step)
@@ -90,6 +90,10 @@ class DetachedRecord:
             self.begun.written = {name: digest for files in parts for name, digest in files.items()}
             self.recorder.pending, self.begun = self.begun, None
             self.recorder.commit_checkpoint(wait=True)
+
+    def renew_checkpoint(self) -> None:
+        """Adds the validations since then to the checkpoint of the step written last."""
+        self.recorder.renew_checkpoint(self.step, {"validated": self.validated})
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
         """In which share of a step's `seconds`, until it `ended`, each side waited for others."""

@@ -146,6 +146,8 @@ class DetachedRun:
         self.record = DetachedRecord(config, recorder)
         self.last_step = -1
         """The step after which a run ends that SIGTERM ends; -1 before."""
+        self.failure: Exception | None = None
+        """Of a maker, when all steps were trained; it ends the run after the trainers have written their files."""
 
     def start(self) -> None:
         """Starts ledger, trainers and makers, and their loops."""
@@ -195,7 +197,8 @@ class DetachedRun:
         self.loops[name] = actor.workingloop.remote()
 
     def watch(self) -> None:
-        """Until all loops have ended. Raises what ended a trainer, or a maker more often than `max_restarts`."""
+        """Until all loops have ended. Raises what ended a trainer, or a maker more often than `max_restarts`; where all
+        steps are trained then, after the last checkpoint is complete."""
         while self.loops:
             ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
             names = {loop: name for name, loop in self.loops.items()}
@@ -208,11 +211,20 @@ class DetachedRun:
                 raise KeyboardInterrupt
             self.counts()
             if self.recorder.is_ending and self.last_step < 0:
-                self.last_step = ask(LEDGER, "end", timeout=ANSWER_S)
-                said = f"SIGTERM: the run ends with the checkpoint of step {self.last_step}"
-                self.recorder.console.say(f"{said}; a second one ends it without.")
+                self.end_early()
             if time.monotonic() - self.looked_at > LOOK_S:
                 self.end_stopped_workers()
+        if self.failure:
+            raise self.failure
+
+    def end_early(self) -> None:
+        """SIGTERM came: ends the run after the first step that no trainer has done, or after its last validation."""
+        self.last_step = ask(LEDGER, "end", timeout=ANSWER_S)
+        if self.record.step == self.last_step:
+            said = "SIGTERM: the run has its last checkpoint and ends after its last validation; a second one ends it."
+        else:
+            said = f"SIGTERM: the run ends with the checkpoint of step {self.last_step}; a second one ends it without."
+        self.recorder.console.say(said)
 
     def counts(self) -> Any:
         """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger does not answer."""
@@ -249,7 +261,8 @@ class DetachedRun:
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RewardError):
-                raise cause from None
+                self.give_up(name, cause)
+                return
             if isinstance(cause, WorkerDied | CallTimeout) and cause.role in {*self.config.trainer_names, LEDGER}:
                 name = cause.role  # another side, which is dead or does not answer, ended the loop
             if not isinstance(cause, WorkerError | CallTimeout):
@@ -291,7 +304,8 @@ class DetachedRun:
         stays = type(error) is WorkerError and error.method in WOULD_FAIL_AGAIN
         if stays or not self.restarts_left[name]:
             error.add_note(f"This ended {name}.")
-            raise error
+            self.give_up(name, error)
+            return
         self.restarts_left[name] -= 1
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
         self.recorder.console.say(f"{name} failed and is started again: {headline}")
@@ -307,6 +321,13 @@ class DetachedRun:
         self.reports.pop(name, None)
         ask(LEDGER, "lost", f"{name}.{self.starts[name]}", timeout=ANSWER_S)
         self.start_maker(name)
+
+    def give_up(self, name: str, error: Exception) -> None:
+        """Raises the error; that of a maker when all steps are trained is left to the end of `watch`."""
+        if name not in self.config.maker_names or not ask(LEDGER, "has_trained_all", timeout=ANSWER_S):
+            raise error from None
+        self.failure = self.failure or error
+        self.loops.pop(name, None)
 
     def statuses(self) -> str:
         """What every maker and trainer does now, by its own answer, with the stack of its loop.
@@ -336,10 +357,13 @@ class DetachedRun:
             pool.release()
 
     def finish(self) -> None:
-        """Validates with the last weights, after which the last checkpoint is complete."""
+        """Validates with the last weights, of which the checkpoint is complete."""
         steps = self.config.num_steps_of_run
-        self.loops = {name: self.actors[name].finish.remote(steps) for name in self.config.maker_names}
-        self.restarts_left.clear()
-        self.watch()
-        self.record.begin_checkpoint()
-        self.record.commit_checkpoint()
+        left = self.config.maker_names
+        while left:
+            starts = Counter(self.starts)
+            self.loops = {name: self.actors[name].finish.remote(steps) for name in left}
+            self.watch()
+            # One that failed meanwhile was started again, for which its working loop has ended, but not `finish`.
+            left = [name for name in left if self.starts[name] > starts[name]]
+        self.record.renew_checkpoint()
