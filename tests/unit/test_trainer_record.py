@@ -5,8 +5,10 @@ import io
 import json
 import re
 import signal
+import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 
@@ -23,7 +25,7 @@ from verl_like.trainer.report import write_report
 from verl_like.trainer.roles import process_groups
 from verl_like.trainer.run_recorder import RunRecorder, _link_latest, _new_run_dir
 from verl_like.trainer.timeline import Timeline
-from verl_like.trainer.tracking import TRACKERS, Started, Tracking, require_trackers
+from verl_like.trainer.tracking import TRACKERS, TrackedRun, Tracker, Tracking, require_trackers
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 
@@ -92,35 +94,116 @@ def test_every_run_gets_a_folder_of_its_own_and_latest_points_to_the_newest(tmp_
     assert (tmp_path / "latest").resolve() == second
 
 
-def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path, monkeypatch):
+def steps_of(file) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path, monkeypatch, caplog):
     calls = []
 
     def broken(metrics: dict[str, float], step: int) -> None:
         calls.append(step)
         raise ConnectionError("no network")
 
-    monkeypatch.setitem(TRACKERS, "broken", lambda *arguments: (broken, None))
+    monkeypatch.setitem(TRACKERS, "broken", lambda run: Tracker(broken, list))
     tracking = Tracking(["console", "broken"], tmp_path, "project", "experiment", {})
     tracking.log({"reward": 1.0}, step=1)
     tracking.log({"reward": 2.0}, step=2)
-    tracking.close()
+    (said,) = tracking.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward": 1.0}, {"step": 2, "reward": 2.0}]
     assert calls == [1]
+    assert said.startswith("Tracker broken lacks 2 of 2 rows of metrics (ConnectionError: no network)")
+    assert "Tracker broken failed and is off for the rest of the run: ConnectionError: no network" in caplog.text
 
 
-def test_a_tracker_that_does_not_start_is_named_and_the_others_go_on(tmp_path, monkeypatch, caplog):
-    def broken(*arguments: object) -> Started:
-        raise ConnectionError("no network")
+@pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit("no key")])
+def test_a_tracker_that_does_not_start_is_named_and_the_others_go_on(tmp_path, monkeypatch, caplog, error):
+    def broken(run: TrackedRun) -> Tracker:
+        raise error
 
     calls = []
     monkeypatch.setitem(TRACKERS, "broken", broken)
-    monkeypatch.setitem(TRACKERS, "other", lambda *arguments: (lambda *call: calls.append(call), "id 1"))
+    monkeypatch.setitem(TRACKERS, "other", lambda run: Tracker(lambda *call: calls.append(call), list, "id 1"))
     tracking = Tracking(["broken", "other"], tmp_path, "project", "experiment", {})
     tracking.log({"reward": 1.0}, step=3)
-    tracking.close()
-    assert calls == [({"reward": 1.0}, 3)] and "broken does not start" in caplog.text and "no network" in caplog.text
+    (said,) = tracking.close()
+    assert calls == [({"reward": 1.0}, 3)] and "broken does not start" in caplog.text and str(error) in caplog.text
+    assert said.startswith("Tracker broken lacks 1 of 1 rows of metrics (")
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"other": "id 1"}
+
+
+@pytest.mark.parametrize("hangs_in", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_of_the_run(tmp_path, monkeypatch, hangs_in):
+    monkeypatch.setattr(tracking, "FINISH_S", 1.5)
+    monkeypatch.setattr(tracking, "MAX_WAITING", 3)
+    never = threading.Event()
+    others = []
+
+    def hang(*_: object) -> None:
+        never.wait(600)
+
+    def start(run: TrackedRun) -> Tracker:
+        if hangs_in == "start":
+            hang()
+        return Tracker(hang if hangs_in == "log" else print, hang if hangs_in == "finish" else list)
+
+    monkeypatch.setitem(TRACKERS, "hanging", start)
+    monkeypatch.setitem(TRACKERS, "other", lambda run: Tracker(lambda metrics, step: others.append(step), list))
+    record = Tracking(["hanging", "other"], tmp_path, "project", "experiment", {})
+    for step in range(1, 4):
+        record.log({"reward": 0.5}, step)
+    (said,) = record.close()
+    never.set()
+    missing = 0 if hangs_in == "finish" else 3
+    assert said.startswith(f"Tracker hanging lacks {missing} of 3 rows of metrics (it did not end within 1.5 s)")
+    assert others == steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_rows_that_find_no_room_are_counted_and_the_others_keep_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "MAX_WAITING", 4)
+    taken, begun, goes_on = [], threading.Event(), threading.Event()
+
+    def slow(metrics: dict[str, float], step: int) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        taken.append((step, metrics["reward"]))
+
+    monkeypatch.setitem(TRACKERS, "slow", lambda run: Tracker(slow, list))
+    record = Tracking(["slow"], tmp_path, "project", "experiment", {})
+    record.log({"reward": 10.0}, 1)
+    assert begun.wait(60)
+    metrics = {}
+    for step in range(2, 10):
+        metrics["reward"] = 10.0 * step  # the same dictionary: the row that waits is a copy
+        record.log(metrics, step)
+    goes_on.set()
+    (said,) = record.close()
+    assert taken == [(step, 10.0 * step) for step in range(1, 6)]
+    assert said.startswith("Tracker slow lacks 4 of 9 rows of metrics (more than 4 rows waited for it)")
+    assert steps_of(tmp_path / "metrics.jsonl") == [*range(1, 10)]
+
+
+def test_the_summary_of_a_run_says_which_tracker_lacks_rows(tmp_path, monkeypatch, capsys):
+    def start(run: TrackedRun) -> Tracker:
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(TRACKERS, "mlflow", start)
+    settings = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[mlflow]"]
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, *settings]), PPO_DISPLAY)
+    recorder.tracking.log({"reward": 0.5}, 1)
+    recorder.close("Done.")
+    assert "Tracker mlflow lacks 1 of 1 rows of metrics (ConnectionError: no network)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"first": 3}', "\xff", "[" * 100_000])
+def test_a_file_of_ids_that_is_damaged_is_named_and_the_trackers_begin_a_run(tmp_path, monkeypatch, caplog, content):
+    (tmp_path / "trackers.json").write_text(content, encoding="latin-1")
+    given = []
+    monkeypatch.setitem(TRACKERS, "first", lambda run: given.append(run.run_id) or Tracker(print, list, "new"))
+    Tracking(["first"], tmp_path, "project", "experiment", {}).close()
+    assert given == [None] and f"{tmp_path}/trackers.json cannot be read" in caplog.text
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"first": "new"}
 
 
 def test_tensorboard_gets_every_metric(tmp_path):
@@ -150,20 +233,25 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
 def test_a_resumed_run_gives_each_tracker_the_id_of_the_run_that_it_began(tmp_path, monkeypatch):
     given = []
 
-    def start(run_dir, project, experiment, config, run_id):
-        given.append(run_id)
-        return (lambda metrics, step: None), run_id or f"run {len(given)}"
+    def start(name: str) -> Callable[[TrackedRun], Tracker]:
+        def begin(run: TrackedRun) -> Tracker:
+            given.append((name, run.run_id))
+            return Tracker(print, list, run.run_id or f"run of {name}")
 
-    monkeypatch.setitem(TRACKERS, "first", start)
-    monkeypatch.setitem(TRACKERS, "second", start)
+        return begin
+
+    monkeypatch.setitem(TRACKERS, "first", start("first"))
+    monkeypatch.setitem(TRACKERS, "second", start("second"))
     for backends in (["first", "second"], ["second"], ["console", "first", "second"]):
-        Tracking(backends, tmp_path, "project", "experiment", {}).close()
-    assert given == [None, None, "run 2", "run 1", "run 2"]
+        assert Tracking(backends, tmp_path, "project", "experiment", {}).close() == []
+    assert sorted(given[:2]) == [("first", None), ("second", None)]
+    assert given[2] == ("second", "run of second")
+    assert sorted(given[3:]) == [("first", "run of first"), ("second", "run of second")]
 
 
 @pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
 def test_an_installed_tracker_goes_on_in_its_run(name, tmp_path, monkeypatch):
-    module = pytest.importorskip(name)
+    pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -173,9 +261,7 @@ def test_an_installed_tracker_goes_on_in_its_run(name, tmp_path, monkeypatch):
         (tmp_path / folder).mkdir(exist_ok=True)
         tracking = Tracking([name], tmp_path / folder, "project", "experiment", {"seed": 1})
         tracking.log({"val-core/acc/mean@1": 0.5}, step=len(ids))
-        tracking.close()
-        (module.end_run if name == "mlflow" else module.finish)()
-        assert list(tracking.backends) == [name], "it did not fail"
+        assert tracking.close() == []
         ids.append(json.loads((tmp_path / folder / "trackers.json").read_text())[name])
     assert ids[0] == ids[1] != ids[2]
 

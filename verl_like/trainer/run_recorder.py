@@ -229,7 +229,7 @@ class RunRecorder:
             self.console.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
         remove_partial(self.run_dir)  # first: what follows needs room on the disk
         self.console.close()
-        self.tracking.close()
+        missing = self.tracking.close()
         self.timeline_file.close()
         metrics = _readable_rows(self.run_dir / "metrics.jsonl")
         try:
@@ -248,6 +248,8 @@ class RunRecorder:
         for step in steps(self.run_dir):  # not those of checkpoints that are set aside
             for model in sorted(folder_of_step(self.run_dir, step).glob("*/huggingface")):
                 files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
+        for sentence in missing:
+            self.console.say(f"  {sentence}")
         self.console.say(f"  in {self.run_dir}:")
         for name, what in files.items():
             path = self.run_dir / name
