@@ -7,6 +7,7 @@ arguments of pytest choose and leaves the rows of the others as they are. A test
 
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -15,6 +16,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proofs.md"
+REPRESENTATIVES = tomllib.loads((ROOT / "tests" / "representatives.toml").read_text())
+COLUMNS = ["what", "result", "took", "commit", "in `make test`"]
+
+
+def sentence(test: str) -> str:
+    """The name of a test as it reads."""
+    return test.removeprefix("test_").replace("_", " ")
+
+
+def representative(node_id: str) -> str:
+    """The test of `make test` that stands for a proof."""
+    file, test = node_id.split("[")[0].split("::")
+    if test not in REPRESENTATIVES.get(file, {}):
+        return "the same with other values"
+    other_file, other_test = REPRESENTATIVES[file][test].split("::")
+    return f"{sentence(other_test)} (`{other_file}`)"
 
 
 class Report:
@@ -28,12 +45,13 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
-            what = report.nodeid.split("::", 1)[1].removeprefix("test_").replace("_", " ")
+            what = sentence(report.nodeid.split("::", 1)[1])
             result = dict(report.user_properties).get("result", "holds")
             if report.outcome != "passed":
                 result = f"{report.outcome}: {report.longreprtext.strip().splitlines()[-1]}"
             seconds = self.seconds[report.nodeid]
-            self.rows[what] = f"| {what} | {result} | {seconds:.0f} s | {self.commit} |".replace("\n", " ")
+            cells = [what, result, f"{seconds:.0f} s", self.commit, representative(report.nodeid)]
+            self.rows[what] = f"| {' | '.join(cells)} |".replace("\n", " ")
             print(f"\n{seconds:5.0f} s  {what}: {result}", flush=True)
 
 
@@ -47,9 +65,13 @@ def main() -> int:
     code = pytest.main([*options, *(chosen or [str(ROOT / "tests")])], plugins=[report])
     earlier = [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:] if chosen else []
     rows = {row.removeprefix("| ").split(" | ")[0]: row for row in earlier} | report.rows
-    about = "What proves and takes long, as `make proofs` ran it, each on its commit."
+    about = (
+        "What proves and takes long, as `make proofs` ran it, each on its commit. The last column is the test of "
+        "`make test` that stands for it."
+    )
     head = f"# Proofs\n\n{about} Last run: {date.today()}.\n\n"
-    table = "\n".join(["| what | result | took | commit |", "|---|---|---|---|", *sorted(rows.values())])
+    header = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    table = "\n".join([*header, *sorted(rows.values())])
     PAGE.write_text(f"{head}{table}\n")
     return code
 
