@@ -1,6 +1,8 @@
 """Which run is continued, and what is refused."""
 
+import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,15 +13,18 @@ from pathlib import Path
 
 import pytest
 from kill_points import die_at, in_a_fork
+from pydantic import ValidationError
 from runs import APART, tiny_run_settings
 
 from verl_like.trainer import checkpoint, run_recorder
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.detached.config import DetachedBlock, DetachedConfig, broken_detached_rules
+from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.resume import find_run, lock_run
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_state import DetachedState, LoopState, PluginPPOState, PPOState
 
 
 @pytest.fixture
@@ -291,3 +296,106 @@ def test_a_folder_that_cannot_be_locked_is_refused(config_with: Callable):
     (folder / ".lock").mkdir()
     with pytest.raises(ValueError, match=r"cannot be locked .*give another trainer\.default_local_dir"):
         find_run(config_with())
+
+
+def forge(folder: Path, **values: object) -> None:
+    """Changes the state in a manifest and gives it the hash that fits, as anybody can."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["state"] |= values
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_manifest_shortens_the_files_of_the_record_alone(config_with: Callable, tmp_path: Path):
+    config = config_with()
+    folder = run_until(1, config)
+    (tmp_path / "precious").write_text("all that there is")
+    for name in (str(tmp_path / "precious"), "../../precious", "config.yaml"):
+        forge(folder / "global_step_1", files={"metrics.jsonl": 0, "timeline.jsonl": 0, name: 0})
+        run, notes = find_run(config)
+        assert run is None and f"manifest.json is not what a run of this kind writes: files.{name}: Extra" in notes[0]
+    assert (tmp_path / "precious").read_text() == "all that there is" and (folder / "config.yaml").stat().st_size
+
+
+STATES_OF_WRONG_TYPES = [
+    ({"files": {"metrics.jsonl": -1, "timeline.jsonl": 0}}, "files.metrics.jsonl"),
+    ({"files": {"metrics.jsonl": 0}}, "files.timeline.jsonl"),
+    ({"shown": {"generations": [{"step": [1]}], "num_validations": 1}}, "shown.generations.0.step"),
+    ({"shown": {"generations": [], "num_validations": True}}, "shown.num_validations"),
+    ({"best": {"step": 1, "metric": None, "value": 0.5}}, "best.Best.metric"),
+]
+
+
+def test_a_state_of_wrong_types_is_refused_with_the_key(config_with: Callable):
+    config = config_with()
+    folder = run_until(1, config)
+    written = (folder / "global_step_1/manifest.json").read_text()
+    for values, key in STATES_OF_WRONG_TYPES:
+        (folder / "global_step_1/manifest.json").write_text(written)
+        forge(folder / "global_step_1", **values)
+        run, notes = find_run(config)
+        assert run is None and f" is not what a run of this kind writes: {key}" in notes[0]
+
+
+def test_the_states_that_runs_save_fit_their_schemas_and_others_do_not(config_with: Callable):
+    record = {"files": {"metrics.jsonl": 1, "timeline.jsonl": 2}, "shown": {"generations": [], "num_validations": 0}}
+    loop = record | {"global_step": 3, "best": {"step": 3, "metric": "val-core/acc", "value": 0.5}}
+    ppo = loop | {"num_prompt_batches": 4, "upcoming_batch": 3, "version": 3, "kl_coef": 0.25}
+    ledger = PromptLedger(4, 6, DetachedBlock(num_makers=1, num_trainers=2, max_staleness=1))
+    ledger.take("maker_0.1", 0, 3)
+    ledger.keep_kl_coef(0, 0.125)
+    detached = record | {"ledger": ledger.state() | {"effective_sample_sizes": [math.nan]}, "validated": -1}
+    schemas = {LoopState: loop, PPOState: ppo, DetachedState: detached}
+    for schema in schemas:
+        for of, state in schemas.items():
+            text = json.dumps(state)
+            if of is schema:
+                schema.model_validate_json(text)
+            else:
+                with pytest.raises(ValidationError):
+                    schema.model_validate_json(text)
+    PluginPPOState.model_validate_json(json.dumps(ppo | {"own": [1]}))
+    with pytest.raises(ValidationError):
+        PPOState.model_validate_json(json.dumps(ppo | {"own": [1]}))
+
+
+def test_a_file_of_an_old_run_that_is_not_its_own_is_named(config_with: Callable):
+    config = config_with()
+    folder = run_until(1, config)
+    for name in ("inputs.json", "config.yaml"):
+        written = (folder / name).read_text()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        _, (note,) = find_run(config)
+        assert str(folder) in note and f"that can be read ({folder / name} is not a regular file)" in note
+        (folder / name).unlink()
+        for content in ("[" * 100_000, "- 1\n", "{a: &a [1], b: *a}", "a: [", "\0"):
+            (folder / name).write_text(content)
+            _, (note,) = find_run(config)
+            assert str(folder) in note and "that can be read (" in note
+        (folder / name).write_text(written)
+
+
+def test_what_stands_in_the_place_of_the_record_is_refused(config_with: Callable, tmp_path: Path):
+    config = config_with()
+    folder = run_until(1, config)
+    (tmp_path / "precious").write_text("all that there is")
+    places = {
+        "pipe": os.mkfifo,
+        "link": lambda path: path.symlink_to(tmp_path / "precious"),
+        "folder": lambda path: path.mkdir(),
+    }
+    for name in ("metrics.jsonl", "timeline.jsonl"):
+        written = (folder / name).read_text()
+        for kind, make in places.items():
+            (folder / name).unlink()
+            make(folder / name)
+            run, _ = find_run(config)
+            with pytest.raises((OSError, ValueError), match=name):
+                RunRecorder(config, PPO_DISPLAY, run)
+            run.lock.close()
+            (folder / name).rmdir() if kind == "folder" else (folder / name).unlink()
+            (folder / name).write_text(written)
+    assert (tmp_path / "precious").read_text() == "all that there is"

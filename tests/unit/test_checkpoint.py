@@ -1,7 +1,9 @@
 """A checkpoint is there complete or not at all, and what is damaged is named."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from kill_points import die_at, in_a_fork
 
 from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import DamagedCheckpoint
+from verl_like.trainer.run_state import StateModel
 
 
 def save(run_dir: Path, step: int, text: str = "weights") -> None:
@@ -160,3 +163,58 @@ def test_a_checkpoint_names_every_file_with_its_hash(tmp_path: Path):
     assert manifest["files"].keys() == {f"{role}/checkpoint/shard.safetensors" for role in ("actor", "critic")}
     sha256 = "f1f5c8e452ab460e8304c882b7518052358621276b3ce7c058c89ad68bcb7d90"  # of sha256sum
     assert manifest["files"]["actor/checkpoint/shard.safetensors"] == {"bytes": 15, "sha256": sha256}
+
+
+def forge(folder: Path, **values: object) -> None:
+    """Changes a manifest and gives it the hash that fits, as anybody can."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) | values
+    del manifest["sha256"]
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    path.write_text(json.dumps(manifest))
+
+
+DIGEST = {"bytes": 1, "sha256": "0"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"files": {"/etc/hostname": DIGEST}}, "files./etc/hostname.*a path below the checkpoint"),
+        ({"files": {"actor/../../outside": DIGEST}}, "files.actor/../../outside.*a path below the checkpoint"),
+        ({"files": {"actor": {"bytes": "1", "sha256": "0"}}}, "files.actor.bytes: Input should be a valid integer"),
+        ({"files": ["actor"]}, "files: Input should be an object"),
+        ({"state": None}, "state: Input should be an object"),
+        ({"step": "2"}, "step: Input should be a valid integer"),
+        ({"more": 1}, "more: Extra inputs are not permitted"),
+        ({"state": {"kl_coef": "0.2"}}, "kl_coef: Input should be a valid number"),
+        ({"state": {"kl_coef": 0.2, "exec": "x"}}, "exec: Extra inputs are not permitted"),
+    ],
+)
+def test_a_forged_manifest_is_refused_with_the_key_that_is_wrong(tmp_path: Path, values: dict, message: str):
+    class State(StateModel):
+        kl_coef: float
+
+    save(tmp_path, 2)
+    forge(tmp_path / "global_step_2")
+    assert checkpoint.newest(tmp_path, state_schema=State)[0].state == {"kl_coef": 0.2}
+    forge(tmp_path / "global_step_2", **values)
+    newest, (damage,) = checkpoint.newest(tmp_path, state_schema=State)
+    assert newest is None and damage.startswith(f"{tmp_path}/global_step_2/manifest.json is not what a run")
+    assert re.search(message, damage) and "\n" not in damage
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "actor/checkpoint/shard.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path: Path, name: str):
+    save(tmp_path, 2)
+    (tmp_path / "global_step_2" / name).unlink()
+    os.mkfifo(tmp_path / "global_step_2" / name)
+    newest, (damage,) = checkpoint.newest(tmp_path)
+    assert newest is None and f"{name} cannot be read" in damage and "is not a regular file" in damage
+
+
+def test_json_that_is_too_deep_is_named_and_not_descended_into(tmp_path: Path):
+    save(tmp_path, 2)
+    (tmp_path / "global_step_2/manifest.json").write_text("[" * 100_000)
+    newest, (damage,) = checkpoint.newest(tmp_path)
+    assert newest is None and "manifest.json cannot be read (recursion limit exceeded" in damage

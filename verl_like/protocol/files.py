@@ -1,14 +1,53 @@
-"""What was written to a file, so that a reader can tell whether it still is as it was."""
+"""Files that somebody else may have written: read as regular files alone, and compared with what they were."""
 
 import hashlib
+import io
 import os
+import stat
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Opens a regular file for reading. Raises OSError for anything else: to open a FIFO waits for its writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a file. Raises OSError where it cannot be read or is longer, ValueError where it is not UTF-8."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"{path} has more than {max_bytes} bytes")
+    return content.decode()
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """The value of a JSON file. Raises as `read_text`, and ValueError for what is not JSON or nested too deeply."""
+    return from_json(read_text(path, max_bytes))
+
+
+def cut_file(path: Path, num_bytes: int) -> None:
+    """Shortens a regular file to at most `num_bytes`. Raises OSError for any other file, a link included."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        os.ftruncate(descriptor, min(num_bytes, found.st_size))
+    finally:
+        os.close(descriptor)
 
 
 def file_digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
     """`bytes` and `sha256` of a file; with `sync` the file is on the disk before they are known."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if sync:
             os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()

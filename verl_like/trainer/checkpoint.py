@@ -17,17 +17,49 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
 
 from verl_like.protocol import Future
-from verl_like.protocol.files import file_digest
+from verl_like.protocol.files import file_digest, read_json
 from verl_like.single_controller.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 26
+
+
+def _inside(name: str) -> str:
+    """Refuses the name of a file that is not below the checkpoint's folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError("expected a path below the checkpoint's folder")
+    return name
+
+
+class FileDigest(BaseModel):
+    """Size and hash of a file, as `file_digest` gives them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What `manifest.json` holds beside its own hash."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int
+    step: int
+    created: str
+    state: dict[str, JsonValue]
+    files: dict[Annotated[str, AfterValidator(_inside)], FileDigest]
 
 
 @dataclass(frozen=True)
@@ -156,21 +188,23 @@ def write(path: Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
-def read(folder: Path, *, hashes: bool = True) -> Checkpoint:
+def read(folder: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None) -> Checkpoint:
     """Reads and checks a checkpoint, without `hashes` by the sizes of its files alone.
 
-    Raises DamagedCheckpoint, naming the first file that is not as it was written.
+    `state_schema` is what the state has to be, where it is used. Raises DamagedCheckpoint, naming the first file that
+    is not as it was written.
     """
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        version, step, state, files = (manifest[name] for name in ("format", "step", "state", "files"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({error}).") from error
-    if version != FORMAT:
-        raise DamagedCheckpoint(f"{path} has format {version}; this version reads format {FORMAT}.")
-    if manifest.pop("sha256", None) != _digest(manifest) or folder.name != folder_of_step(folder, step).name:
+    manifest = _read_manifest(path)
+    if manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}.")
+    is_whole = manifest.pop("sha256", None) == _digest(manifest)
+    if not is_whole or folder.name != folder_of_step(folder, manifest.get("step", -1)).name:
         raise DamagedCheckpoint(f"{path} is not as it was written, or of another folder.")
+    _require(Manifest, manifest, path)
+    if state_schema:
+        _require(state_schema, manifest["state"], path)
+    files = manifest["files"]
     for name, expected in files.items():
         path = folder / name
         try:
@@ -185,15 +219,38 @@ def read(folder: Path, *, hashes: bool = True) -> Checkpoint:
     for path in folder.rglob("*.safetensors"):  # a load would take it in
         if str(path.relative_to(folder)) not in files:
             raise DamagedCheckpoint(f"{path} is not in the manifest.")
-    return Checkpoint(folder, step, state)
+    return Checkpoint(folder, manifest["step"], manifest["state"])
 
 
-def newest(run_dir: Path, *, hashes: bool = True) -> tuple[Checkpoint | None, list[str]]:
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The JSON object in a manifest. Raises DamagedCheckpoint."""
+    try:
+        manifest = read_json(path, MAX_MANIFEST_BYTES)
+        if not isinstance(manifest, dict):
+            raise ValueError(f"it is a {type(manifest).__name__} in JSON, and not an object")
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error}).") from error
+    return manifest
+
+
+def _require(schema: type[BaseModel], values: Any, path: Path) -> None:
+    """Raises DamagedCheckpoint, with the first key that is wrong, unless the values of the manifest fit the schema."""
+    try:
+        schema.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise DamagedCheckpoint(f"{path} is not what a run of this kind writes: {key}: {problem['msg']}.") from error
+
+
+def newest(
+    run_dir: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is as it was written, by `read`, and what is wrong with newer ones."""
     damages: list[str] = []
     for step in reversed(steps(run_dir)):
         try:
-            return read(folder_of_step(run_dir, step), hashes=hashes), damages
+            return read(folder_of_step(run_dir, step), hashes=hashes, state_schema=state_schema), damages
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
     return None, damages

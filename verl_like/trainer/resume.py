@@ -2,7 +2,7 @@
 
 import fcntl
 import hashlib
-import json
+import io
 import os
 import socket
 from collections.abc import Iterator
@@ -11,13 +11,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter
 
+from verl_like.protocol.files import open_regular, read_json, read_text
 from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.config.compose import default_tree
 from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.run_state import RecordState
 
 FINGERPRINTS = "inputs.json"
 """File of a run's folder with what `fingerprints_of` returned when it began."""
@@ -35,6 +39,9 @@ resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout
 """Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
 The files behind a path are compared by their fingerprint."""
 
+_MAX_FILE_BYTES = 1 << 20
+_MAX_YAML_DEPTH = 50
+
 _locks: dict[Path, TextIO] = {}
 """The last lock of each file that this process took."""
 
@@ -49,8 +56,10 @@ class ResumedRun:
     """The lock of the folder, held."""
 
 
-def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
+def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -> tuple[ResumedRun | None, list[str]]:
     """The run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes for the user.
+
+    `state_schema` is what the state of a checkpoint has to be.
 
     Raises:
         ValueError: the run is live, a checkpoint is damaged where that is refused, the run has other numbers or read
@@ -75,24 +84,26 @@ def find_run(config: RunConfig) -> tuple[ResumedRun | None, list[str]]:
             notes += [] if is_named else [f"{run_dir} is unfinished and is not continued: it {why_not}."]
         if why_not and is_named:
             raise ValueError(f"trainer.resume_from_path={run_dir} {why_not}: {advice}, or trainer.resume_mode=disable.")
-        if not why_not and (run := go_on(config, run_dir, notes)):
+        if not why_not and (run := go_on(config, run_dir, notes, state_schema)):
             return run, notes
     return None, notes
 
 
-def go_on(config: RunConfig, run_dir: Path, notes: list[str]) -> ResumedRun | None:
+def go_on(
+    config: RunConfig, run_dir: Path, notes: list[str], state_schema: type[RecordState] = RecordState
+) -> ResumedRun | None:
     """Locks the run and reads its newest checkpoint; adds to `notes` what is damaged and what goes on.
 
     None where all checkpoints are damaged and that is not refused. Raises ValueError as `find_run`.
     """
-    saved, here = json.loads((run_dir / FINGERPRINTS).read_text()), fingerprints_of(config)
+    saved, here = read_fingerprints(run_dir), fingerprints_of(config)
     if changed := [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]:
         raise ValueError(
             f"{run_dir} read other files than there are now: {', '.join(changed)}. Restore them, or set "
             "trainer.resume_mode=disable for a new run."
         )
     lock = lock_run(run_dir)
-    newest, damages = checkpoint.newest(run_dir)
+    newest, damages = checkpoint.newest(run_dir, state_schema=state_schema)
     is_named = config.trainer.resume_mode == "resume_path"
     is_refused = damages and (config.trainer.damaged_ckpt == "refuse" or (is_named and newest is None))
     if is_refused or newest is None:
@@ -103,7 +114,7 @@ def go_on(config: RunConfig, run_dir: Path, notes: list[str]) -> ResumedRun | No
     if newest is None:
         return None
     notes.append(f"Continuing {run_dir} after step {newest.step}.")
-    num_steps = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trainer.total_training_steps")
+    num_steps = OmegaConf.select(read_config(run_dir), "trainer.total_training_steps")
     if num_steps != config.num_steps_of_run:
         notes.append(f"It was to have {num_steps} training steps: a schedule of the learning rate may now be another.")
     return ResumedRun(run_dir, newest, lock)
@@ -116,14 +127,13 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
     which is another trainer's.
     """
     try:
-        json.loads((run_dir / FINGERPRINTS).read_text())
-        saved = OmegaConf.load(run_dir / "config.yaml")
-        if not saved:
-            raise ValueError("config.yaml is empty")
-    except (OSError, ValueError, YAMLError) as error:
+        read_fingerprints(run_dir)
+        saved = read_config(run_dir)
+        merged = OmegaConf.merge(default_tree(type(config)), saved)
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
-    merged = OmegaConf.merge(default_tree(type(config)), saved)
-    values = _values(OmegaConf.to_container(merged, resolve=True))
+    values = _values(tree)
     there = {key: value for key, value in values if key.split(".")[0] in saved}
     here = dict(_values(config.model_dump(mode="json")))
     return [
@@ -131,6 +141,37 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         for key in sorted({*there, *here})
         if there.get(key) != here.get(key) and not any(fnmatchcase(key, free) for free in _FREE_KEYS)
     ]
+
+
+def read_fingerprints(run_dir: Path) -> dict[str, str]:
+    """What `fingerprints_of` returned when the run began. Raises OSError or ValueError for another file."""
+    values = read_json(run_dir / FINGERPRINTS, _MAX_FILE_BYTES)
+    return TypeAdapter(dict[str, str]).validate_python(values, strict=True)
+
+
+def read_config(run_dir: Path) -> DictConfig:
+    """The run's `config.yaml`. Raises OSError or ValueError for another file."""
+    path = run_dir / "config.yaml"
+    text = read_text(path, _MAX_FILE_BYTES)
+    try:
+        _check_yaml(text)
+        config = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OSError, ValueError) as error:
+        raise ValueError(f"{path} is not YAML that a run writes ({error})") from error
+    if not isinstance(config, DictConfig) or not config:
+        raise ValueError(f"{path} is empty, or is no mapping")
+    return config
+
+
+def _check_yaml(text: str) -> None:
+    """Raises ValueError for YAML that would fill the memory or the stack when it is loaded."""
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):  # OmegaConf copies what it stands for
+            raise ValueError("it has an alias")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_YAML_DEPTH:
+            raise ValueError(f"it is nested more than {_MAX_YAML_DEPTH} levels deep")
 
 
 def lock_run(run_dir: Path) -> TextIO:
@@ -170,7 +211,7 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
         for name in paths:
             path = Path(name).expanduser()
             if path.is_file():
-                with open(path, "rb") as file:
+                with open_regular(path) as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
             elif not path.is_dir():
                 digest.update(name.encode())

@@ -18,6 +18,7 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder, UnknownMetric
+from verl_like.trainer.run_state import RecordState
 from verl_like.trainer.tracking import require_trackers
 from verl_like.trainer.worker_template import WorkerTemplate
 
@@ -28,6 +29,7 @@ def run(
     fit: Callable[[Any, RunRecorder], None],
     display: Display,
     template: WorkerTemplate | None = None,
+    state_schema: type[RecordState] = RecordState,
 ) -> int:
     """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input refused, 130 interrupted.
 
@@ -42,6 +44,7 @@ def run(
         fit: trains to the end, after Ray was started.
         display: what the record shows.
         template: the workers of a Ray that is started here are forks of it.
+        state_schema: what the trainer keeps in a checkpoint beside the models.
     """
     # SIGTERM, which ends a pre-empted run, is an interrupt too. A shell's background jobs ignore interrupts by default.
     handle_signals(signal.default_int_handler)
@@ -53,7 +56,7 @@ def run(
             if address := cluster_address(config.ray_kwargs.ray_init.address):
                 require_cluster(address)
             inputs = check_inputs(config, cleanup)
-            resumed, notes = find_run(inputs.config)
+            resumed, notes = find_run(inputs.config, state_schema)
             try:
                 recorder = RunRecorder(inputs.config, display, resumed)
             except OSError as error:

@@ -3,15 +3,17 @@
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
-from verl_like.trainer.ppo_trainer import get_trainer
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_state import PluginPPOState, PPOState
 from verl_like.trainer.worker_template import WorkerTemplate
 
 
 def run_ppo(config: PPOConfig, template: WorkerTemplate | None = None) -> int:
     """Runs PPO; returns the exit code."""
-    return run(config, check_inputs, fit, PPO_DISPLAY, template)
+    state_schema = PPOState if get_trainer() is RayPPOTrainer else PluginPPOState
+    return run(config, check_inputs, fit, PPO_DISPLAY, template, state_schema)
 
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:

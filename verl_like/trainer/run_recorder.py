@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verl_like.protocol.files import cut_file
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -34,6 +35,8 @@ from verl_like.trainer.resume import FINGERPRINTS, ResumedRun, fingerprints_of, 
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import Tracking
 
+RECORDS = ("metrics.jsonl", "timeline.jsonl")
+"""Files that a resumed run cuts to their length at its checkpoint, and goes on with."""
 LAST_WAIT_S = 60.0
 """Longest wait, when a run ends before its last step, for a checkpoint that is being written."""
 
@@ -55,9 +58,8 @@ class RunRecorder:
             self.run_dir, self.lock = resumed.run_dir, resumed.lock
             remove_partial(self.run_dir)
             set_aside(self.run_dir, after=resumed.checkpoint.step)
-            for name, num_bytes in resumed.checkpoint.state["files"].items():
-                file = self.run_dir / name
-                os.truncate(file, min(num_bytes, file.stat().st_size))
+            for name in RECORDS:
+                cut_file(self.run_dir / name, resumed.checkpoint.state["files"][name])
         else:
             self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
             self.lock = lock_run(self.run_dir)

@@ -31,6 +31,7 @@ from verl_like.trainer.ppo_workers import build_resource_pools
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_state import DetachedState
 from verl_like.trainer.worker_template import WorkerTemplate
 
 ANSWER_S = 30.0
@@ -55,7 +56,7 @@ WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
 
 def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None) -> int:
     """Runs detached training; returns the exit code."""
-    return run(config, check_detached_inputs, fit, DISPLAY, template)
+    return run(config, check_detached_inputs, fit, DISPLAY, template, DetachedState)
 
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:

@@ -18,6 +18,7 @@ from verl_like.trainer.display import Display
 from verl_like.trainer.machine import check_machine
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
+from verl_like.trainer.run_state import LoopState
 from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig, SupervisedConfig
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
@@ -88,7 +89,7 @@ class SupervisedInputs:
 
 def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = None) -> int:
     """Trains on examples; returns the exit code."""
-    return run(config, check_inputs, fit, KINDS[type(config)].display, template)
+    return run(config, check_inputs, fit, KINDS[type(config)].display, template, LoopState)
 
 
 def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
