@@ -336,9 +336,20 @@ def test_processes_that_can_no_longer_import_are_an_error_of_the_run(dying: tupl
 
 def test_a_function_that_can_no_longer_be_loaded_is_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
     manager, how_often = dying
-    how_often.with_name("dying_reward.py").write_text("import no_such_module")
-    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*No module named 'no_such_module'"):
+    how_often.write_text("no number")
+    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*invalid literal for int.*'no number'"):
         manager.submit([sample("exit"), sample("a")]).get()
+
+
+def test_a_file_that_changes_while_a_run_uses_it_scores_no_sample(dying: tuple[RewardManager, Path]) -> None:
+    manager, how_often = dying
+    assert manager.submit([sample("a")]).get().scores.tolist() == [1.0]
+    file = how_often.with_name("dying_reward.py")
+    file.write_text(file.read_text().replace("return 1.0", "return 2.0"))
+    assert manager.submit([sample("b")]).get().scores.tolist() == [1.0], "its process has loaded the function"
+    pending = manager.submit([sample("exit"), sample("c")])
+    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*dying_reward\.py is not the file any more"):
+        pending.get()
 
 
 def test_a_stopped_process_that_waits_is_replaced(reward_file: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,16 @@
 """Finds the reward function that a configuration names."""
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from verl_like.plugins import import_plugins
 from verl_like.rewards.registry import get_reward_fn
@@ -28,6 +29,13 @@ class RewardFunctionSpec:
     """Further keyword arguments of the function."""
     plugins: tuple[str, ...] = ()
     """Modules that register rewards by data source; imported when `path` is None."""
+    sha256: str | None = None
+    """Hash of the file behind `path`, see `as_it_is_now`; None takes any."""
+
+    def as_it_is_now(self) -> Self:
+        """With the hash of the file, so that a process that is started later does not load another one."""
+        file = Path(self.path or "").expanduser()
+        return replace(self, sha256=_hash_of(file)) if file.is_file() else self
 
 
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
@@ -56,7 +64,7 @@ def load_reward_function(spec: RewardFunctionSpec, timeout_s: float = 30.0) -> f
                 f"{path}: remove them, and choose the function where the server is started"
             )
         return functools.partial(RemoteReward(path, timeout_s))
-    module = _import_module(path)
+    module = _import_module(path, spec.sha256)
     reward_fn = getattr(module, name, None)
     if not callable(reward_fn):
         functions = sorted(n for n, value in vars(module).items() if inspect.isfunction(value))
@@ -78,7 +86,12 @@ def load_reward_function(spec: RewardFunctionSpec, timeout_s: float = 30.0) -> f
     return functools.partial(reward_fn, **reward_kwargs)
 
 
-def _import_module(path: str) -> ModuleType:
+def _hash_of(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _import_module(path: str, sha256: str | None) -> ModuleType:
     if path.startswith("pkg://"):
         module_name = path.removeprefix("pkg://")
         try:
@@ -91,6 +104,11 @@ def _import_module(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ValueError(f"custom_reward_function.path={path}: there is no file {file}")
+    if sha256 not in (None, _hash_of(file)):
+        raise ValueError(
+            f"custom_reward_function.path={path} is not the file any more that the run began with, so samples would be "
+            "scored in two ways: restore it, and the same command continues the run"
+        )
     module_name = f"custom_reward_function_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:

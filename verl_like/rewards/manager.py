@@ -85,7 +85,8 @@ class RewardManager:
         self.on_error = on_error
         self._is_closed = False
         self._futures: list[Future[_Answer]] = []
-        self._processes = [RewardProcess(reward_fn, timeout_s) for _ in range(num_workers)]
+        loaded = reward_fn.as_it_is_now()
+        self._processes = [RewardProcess(loaded, timeout_s) for _ in range(num_workers)]
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)

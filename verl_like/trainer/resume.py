@@ -5,7 +5,7 @@ import hashlib
 import io
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -96,8 +96,7 @@ def go_on(
 
     None where all checkpoints are damaged and that is not refused. Raises ValueError as `find_run`.
     """
-    saved, here = read_fingerprints(run_dir), fingerprints_of(config)
-    if changed := [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]:
+    if changed := changed_inputs(read_fingerprints(run_dir), config):
         raise ValueError(
             f"{run_dir} read other files than there are now: {', '.join(changed)}. Restore them, or set "
             "trainer.resume_mode=disable for a new run."
@@ -225,6 +224,12 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
                         digest.update(file.read())
         fingerprints[key] = digest.hexdigest()
     return fingerprints
+
+
+def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
+    """The keys of paths behind which there is something else now than what `saved` are the fingerprints of."""
+    here = fingerprints_of(config)
+    return [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
 
 
 def _values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -46,8 +46,9 @@ class DetachedPPOTrainer(Side):
         model_fn: ModelFn | None = None,
         env_info: EnvInfo | None = None,
         pools: ResourcePoolManager | None = None,
+        fingerprints: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(config, model_fn, env_info, pools)
+        super().__init__(config, model_fn, env_info, pools, fingerprints)
         self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
@@ -158,6 +159,7 @@ class DetachedPPOTrainer(Side):
         self.recorder.placement = placement_rows(placement)
         for future in [group.init_model.remote() for group in self.groups.values()]:
             future.get()
+        self.require_same_inputs(config)
 
     @ray.method(concurrency_group="buffer")
     def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:

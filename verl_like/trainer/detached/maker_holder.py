@@ -111,8 +111,9 @@ class ExperienceMakerHolder(Side):
         start: int = 1,
         validated: int = -1,
         pools: ResourcePoolManager | None = None,
+        fingerprints: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(config, model_fn, env_info, pools)
+        super().__init__(config, model_fn, env_info, pools, fingerprints)
         self.config, self.trainer_names = config.of_maker(self.name), detached_trainer_name_list
         self.name_in_ledger = f"{self.name}.{start}"
         self.cleanup = contextlib.ExitStack()
@@ -143,6 +144,7 @@ class ExperienceMakerHolder(Side):
         self.recorder.placement = placement_rows(self.run.placement)
         for future in [group.init_model.remote() for group in self.run.groups.values()]:
             future.get()
+        self.require_same_inputs(self.config)
         return PromptLoader(self.run.train_dataset, self.run.sampler)
 
     def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:

@@ -28,6 +28,7 @@ from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.resume import read_fingerprints
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run import run
 from verl_like.trainer.run_recorder import RunRecorder
@@ -131,6 +132,7 @@ class DetachedRun:
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config, self.recorder = config, recorder
+        self.fingerprints = read_fingerprints(recorder.run_dir)
         makers = {name: (config.of_maker(name), config.maker_roles) for name in config.maker_names}
         trainers = {name: (config.of_trainer(name), config.trainer_roles) for name in config.trainer_names}
         self.pools = {name: build_resource_pools(*side) for name, side in (trainers | makers).items()}
@@ -168,7 +170,11 @@ class DetachedRun:
         for index, name in enumerate(config.trainer_names):
             env_info = {"rank": index, "world_size": count, "master_addr": host, "master_port": port}
             actor = trainer_class.options(name=name, num_cpus=0).remote(
-                config, config.maker_names, env_info=env_info, pools=self.pools[name]
+                config,
+                config.maker_names,
+                env_info=env_info,
+                pools=self.pools[name],
+                fingerprints=self.fingerprints,
             )
             self.actors[name] = actor
             self.loops[name] = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
@@ -193,6 +199,7 @@ class DetachedRun:
             start=self.starts[name],
             validated=max([self.record.validated, *self.record.validations]),
             pools=self.pools[name],
+            fingerprints=self.fingerprints,
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()

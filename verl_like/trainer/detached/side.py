@@ -22,6 +22,7 @@ from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.resume import changed_inputs
 
 LEDGER = "ledger"
 """Name of the actor that is the run's `PromptLedger`."""
@@ -147,6 +148,7 @@ class Side:
 
     `config` is that of the run, `model_fn` gives the worker class of each role that this side runs, by default those of
     the configuration, and `pools` are what its workers run on; by default it reserves those of the configuration.
+    `fingerprints` are those of the files that the run began with, with which this side compares what it has read.
     """
 
     def __init__(
@@ -155,15 +157,28 @@ class Side:
         model_fn: ModelFn | None,
         env_info: EnvInfo | None,
         pools: ResourcePoolManager | None,
+        fingerprints: Mapping[str, str] | None,
     ) -> None:
         import_plugins(config.plugins)
         self.name = ray.get_runtime_context().get_actor_name()
         self.env_info = env_info or {"rank": 0, "world_size": 1}
         self.index = int(self.env_info["rank"])
-        self.model_fn, self.pools = model_fn, pools
+        self.model_fn, self.pools, self.fingerprints = model_fn, pools, fingerprints
         self.recorder = SideRecorder(self.name)
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         self.pushed: PushedWeights | None = None
+
+    def require_same_inputs(self, config: DetachedConfig) -> None:
+        """Raises ValueError if data, models or the reward function are not those that the run began with.
+
+        It is called after they were read, because they may change meanwhile.
+        """
+        if self.fingerprints is not None and (changed := changed_inputs(self.fingerprints, config)):
+            raise ValueError(
+                f"{self.name} read other files than the run began with: {', '.join(changed)}. They changed during the "
+                "run, or are not the same on every node. Restore them, and the same command continues the run from "
+                "its newest checkpoint."
+            )
 
     @ray.method(concurrency_group="status")
     def report(self) -> SideRecorder:
