@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, tiny_run_settings
 
@@ -88,7 +90,7 @@ def test_a_run_whose_data_changes_ends_when_a_maker_is_started_again_and_goes_on
     def is_time() -> bool:
         if num_steps_logged(tmp_path) < 4:
             return False
-        data.write_bytes(whole + b" ")
+        pq.write_table(pa.Table.from_pylist(pq.read_table(data).to_pylist()[::-1]), data)
         return True
 
     kill_once("ExperienceMakerHolder", signal.SIGKILL, when=is_time)

@@ -1,12 +1,17 @@
 """The configuration of detached training: its rules, and what of it each side reads."""
 
+import contextlib
+
 import pytest
 
+from verl_like.trainer import ppo_trainer
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.maker_holder import check_maker
+from verl_like.trainer.detached.run_detached import check_detached_inputs, check_trainer
 from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
 
 
 class BeginningMaker(ExperienceMaker):
@@ -17,6 +22,33 @@ class BeginningMaker(ExperienceMaker):
 class CompletingMaker(ExperienceMaker):
     def complete(self, generated):
         return super().complete(generated)
+
+
+class TrainerOfOtherPrompts(RayPPOTrainer):
+    """With a state, and an order of the prompts that follows it."""
+
+    def state(self):
+        return super().state() | {"difficulty": 3}
+
+    def restore(self, checkpoint):
+        super().restore(checkpoint)
+
+    def next_prompts(self):
+        return self.prompts_of(2)
+
+    def prompts_of(self, number):
+        return super().prompts_of(number + 1)
+
+
+class TrainerOfAnotherMaker(RayPPOTrainer):
+    def build_maker(self):
+        return CompletingMaker(**vars(super().build_maker()))
+
+    def validate(self):
+        return super().validate() | self.of_its_own()
+
+    def of_its_own(self):
+        return {"val-core/mine": 1.0}
 
 
 NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "device=cpu"]
@@ -138,3 +170,17 @@ def test_a_plugins_maker_that_generates_in_its_own_way_is_refused_where_response
         check_maker(config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), BeginningMaker)
     check_maker(config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), CompletingMaker)
     check_maker(config_of(), BeginningMaker)
+
+
+def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_its_inputs_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer, TrainerOfOtherPrompts])
+    message = "TrainerOfOtherPrompts has its own next_prompts, prompts_of, restore, state, which detached"
+    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=message):
+        check_detached_inputs(config_of(), cleanup)
+    learning = type("LearningTrainer", (RayPPOTrainer,), {"build_learner": lambda self: None})
+    with pytest.raises(ValueError, match=r"LearningTrainer has its own build_learner, .* may change build_maker, of, "):
+        check_trainer(learning)
+    check_trainer(TrainerOfAnotherMaker)
+    check_trainer(RayPPOTrainer)

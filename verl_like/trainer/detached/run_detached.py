@@ -51,6 +51,9 @@ DISPLAY = replace(
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
+OF_MAKERS = {"build_maker", "of", "start_groups", "validate"}
+"""What makers call of a plugin's trainer. They have no learner, and take prompts by the tickets of the ledger, which also
+has what a run that goes on needs to know."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
 """Where an exception, unlike a death, comes from wrong input or from the program."""
 
@@ -62,18 +65,22 @@ def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None)
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     """Checks all input as the makers do again; raises ValueError or RewardError."""
-    trainer = get_trainer()
-    if changed := [
-        name for name in ("build_learner", "step", "fit") if getattr(trainer, name) is not getattr(RayPPOTrainer, name)
-    ]:
-        raise ValueError(
-            f"the plugin's trainer {trainer.__name__} has its own {', '.join(changed)}, which detached training does "
-            "not call: there it may change the maker alone"
-        )
+    check_trainer(get_trainer())
     with contextlib.ExitStack() as until_checked:
         inputs = check_inputs(config.with_all_pools(), until_checked)
     steps = inputs.config.trainer.total_training_steps
     return replace(inputs, config=config.updated({"trainer.total_training_steps": steps}), scorer=None)
+
+
+def check_trainer(trainer: type[RayPPOTrainer]) -> None:
+    """Raises ValueError for a plugin's trainer that has a method of its own which no maker calls."""
+    inherited = [name for name in dir(RayPPOTrainer) if not name.startswith("_") and name not in OF_MAKERS]
+    own = [name for name in inherited if getattr(trainer, name) is not getattr(RayPPOTrainer, name)]
+    if own:
+        raise ValueError(
+            f"the plugin's trainer {trainer.__name__} has its own {', '.join(own)}, which detached training does not "
+            f"call: there a trainer may change {', '.join(sorted(OF_MAKERS))}; train with main_ppo, or remove the plugin"
+        )
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
