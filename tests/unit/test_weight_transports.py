@@ -312,6 +312,28 @@ def test_gloo_brings_every_bucket_once_to_each_node(trainer: Group, rollouts: li
     assert num_segments[1:] == [[2 * num_buckets, 0, 2 * num_buckets]] * 5  # the latest weights and those before
 
 
+def test_gloo_keeps_as_many_keys_in_its_stores_after_many_updates_as_after_few(
+    trainer: Group, rollouts: list[Group]
+) -> None:
+    numbers = []
+    for version in range(1, 8):
+        exports = trainer.ask(version)
+        for group in rollouts:
+            assert len(group.ask(exports)) == 3
+        stores = [dist.TCPStore(*export.address, is_master=False) for export in exports]
+        numbers.append([store.num_keys() for store in stores])
+    stale = trainer.ask(8)
+    trainer.ask(9)
+    assert all("but the trainer has 9 by now" in answer for answer in rollouts[0].ask(stale))
+    numbers.append([store.num_keys() for store in stores])
+    exports = trainer.ask(10)
+    assert memory(rollouts[0].ask(exports)) == memory(rollouts[1].ask(exports))
+    numbers.append([store.num_keys() for store in stores])
+    # Of each group its counter, six words, its two nodes, and three places where those who join meet; where the weights
+    # are on the two nodes; the number of requests.
+    assert max(max(each) for each in numbers) <= 2 * (1 + 6 + 2 + 3) + 2 + 1
+
+
 def test_worker_groups_that_ask_gloo_at_the_same_time_share_what_one_of_them_receives(
     trainer: Group, rollouts: list[Group]
 ) -> None:

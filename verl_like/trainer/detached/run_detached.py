@@ -52,8 +52,8 @@ DISPLAY = replace(
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
 OF_MAKERS = {"build_maker", "of", "start_groups", "validate"}
-"""What makers call of a plugin's trainer. They have no learner, and take prompts by the tickets of the ledger, which also
-has what a run that goes on needs to know."""
+"""What makers call of a plugin's trainer. They have no learner. The ledger says which prompts they take, and has what a
+run that goes on needs to know."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
 """Where an exception, unlike a death, comes from wrong input or from the program."""
 
@@ -79,7 +79,7 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     if own:
         raise ValueError(
             f"the plugin's trainer {trainer.__name__} has its own {', '.join(own)}, which detached training does not "
-            f"call: there a trainer may change {', '.join(sorted(OF_MAKERS))}; train with main_ppo, or remove the plugin"
+            f"call: there a trainer may change {', '.join(sorted(OF_MAKERS))}; train with main_ppo, or without it"
         )
 
 

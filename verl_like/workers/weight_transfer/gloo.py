@@ -132,10 +132,24 @@ class _Sender:
         for number in itertools.count(1):
             self.store.wait([f"request/{number}"], _IDLE)
             key, rollout, version = json.loads(self.store.get(f"request/{number}"))
+            self.store.delete_key(f"request/{number}")
+            self._delete_keys_before(key, rollout, version)
             try:
                 self._send(key, rollout, version)
             except RuntimeError as error:  # a receiver has died, which its own side reports; the next may come
                 _log.warning("Weights of version %d did not reach all of %s: %s", version, key, error)
+
+    def _delete_keys_before(self, key: str, rollout: str, version: int) -> None:
+        """Deletes what the store has of earlier updates of a worker group, and where earlier weights are.
+
+        Nobody reads that any more: all ranks of the group have come for the update `key`, and wait for their turn.
+        """
+        for name in self.store.list_keys():
+            first, *others = name.split("/")
+            is_of_group = others[:1] == [rollout] and not name.startswith(f"{key}/") and name != f"{version}/{rollout}"
+            is_earlier_page = first == "staged" and others[0] != str(self.latest.version)
+            if is_of_group or is_earlier_page:
+                self.store.delete_key(name)
 
     def _send(self, key: str, rollout: str, version: int) -> None:
         export, arrays = self.latest, []
