@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from omegaconf import OmegaConf
 from peft import LoraConfig, LoraModel
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 
-from verl_like.workers.models.lora import merged_weights, trained_parameters
+from verl_like.workers.models.lora import merged_weights, model_buffers, trained_parameters
 from verl_like.workers.models.pretrained import save_weights
 
 ADAPTER = "adapter_config.json"
@@ -55,6 +56,7 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
         weights = weights_of_adapter(checkpoint, hf, ema)
     else:
         weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
+        weights |= read_buffers(checkpoint, hf)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
@@ -125,6 +127,42 @@ def read_weights(
     weights = {name: torch.empty(saved[name].size, dtype=dtype) for name in names}
     dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
     return {name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()}
+
+
+def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's buffers by name, in the dtypes that they were saved in.
+
+    A checkpoint of an earlier version lacks them: then they are those of the model that the run began with, and a
+    warning says so. Raises ValueError where that model is not there any more.
+    """
+    buffers = dict(model_buffers(hf))
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    there = {f"model.{name}": saved[f"model.{name}"] for name in buffers if f"model.{name}" in saved}
+    values = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in there.items()}
+    dcp.load(dict(values), storage_reader=reader, no_dist=True)
+    found = {name.removeprefix("model."): value for name, value in values.items()}
+    if lacking := buffers.keys() - found.keys():
+        message = f"{checkpoint} is of an earlier version and lacks the buffers {', '.join(sorted(lacking))}"
+        try:
+            base = base_model(checkpoint)
+            of_base = dict(model_buffers(type(hf).from_pretrained(base, config=hf.config, dtype=torch.float32)))
+        except OSError as error:
+            raise ValueError(
+                f"{message}, and the model that the run began with, which has them, cannot be read ({error}): put it "
+                "back, or go on with the run for a step and export its next checkpoint."
+            ) from error
+        warnings.warn(f"{message}: they are those of {base}.", stacklevel=2)
+        found |= {name: of_base[name] for name in lacking}
+    return found
+
+
+def base_model(checkpoint: Path) -> str:
+    """The model that a run began with, of the role that the checkpoint is of. Raises OSError without its record."""
+    role_folder = checkpoint.parent
+    key = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}.get(role_folder.name, "model")
+    config = OmegaConf.load(role_folder.parent.parent / "config.yaml")
+    return str(Path(OmegaConf.select(config, f"{key}.path")).expanduser())
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ def policy(path: str, version: int) -> tuple[list[WeightExport], LlamaForCausalL
         version=version,
         allocate=TRANSPORT.allocate,
     )
-    assert export.num_parameters == NUM_TENSORS
+    assert export.num_tensors == NUM_TENSORS
     return [TRANSPORT.publish(export)], model.merge_and_unload()
 
 
@@ -105,10 +105,10 @@ def test_an_adapter_that_is_stale_or_has_two_tensors_exchanged_does_not_serve(
     process, (exports, model) = engine("recompute"), policy(path, 8)
     call(process, "load_weights", policy(path, 7)[0], 7)
     stale = process.call_without_loading.remote("load_weights", exports, 8)
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"{NUM_TENSORS} of {NUM_TENSORS} parameters differ from the"):
+    with pytest.raises(ray.exceptions.RayTaskError, match=f"{NUM_TENSORS} of {NUM_TENSORS} tensors differ from the"):
         ray.get(stale, timeout=DEADLINE_S)
     first, second = (f"model.layers.1.mlp.{part}_proj.lora_B.default.weight" for part in ("gate", "up"))
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"2 of {NUM_TENSORS} parameters differ.*: {first}, {second}"):
+    with pytest.raises(ray.exceptions.RayTaskError, match=f"2 of {NUM_TENSORS} tensors differ.*: {first}, {second}"):
         ray.get(process.run.remote("load_swapped", exports, first, second), timeout=DEADLINE_S)
     (request,) = make_requests({"a": PROMPTS["a"]})
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):

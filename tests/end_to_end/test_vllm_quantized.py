@@ -95,7 +95,7 @@ def test_what_is_rounded_away_is_missed_too_and_a_torn_update_never_serves(proce
     call(process, "load_weights", export_half(old, 4), 4)
     for name in (Q_PROJ, DOWN_PROJ):
         loading = process.run.remote("load_corrupted", export_half(new, 5), name)
-        expect_error(loading, f"version 5 did not arrive at rollout rank 0: 1 of 21 parameters .*: {name}.")
+        expect_error(loading, f"version 5 did not arrive at rollout rank 0: 1 of 21 tensors .*: {name}.")
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
 

@@ -16,6 +16,7 @@ from verl_like.protocol import DataProto, pad_dataproto_to_divisor
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
+from verl_like.workers.models.lora import model_buffers
 from verl_like.workers.rollout import FinishedSample, base, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
@@ -179,6 +180,7 @@ def export(
     return [
         collect_weights(
             model.named_parameters(),
+            model_buffers(model),
             dtype=dtype,
             rank=rank,
             world_size=world_size,
@@ -367,9 +369,7 @@ def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: An
     model = tied_model[1]
     call(process, "load_weights", export(model, 3), 3)
     other = scaled(model, 0.9)
-    did_not_arrive = (
-        "version 4 did not arrive at rollout rank 1: {} of 20 parameters differ from the trainer's: {}".format
-    )
+    did_not_arrive = "version 4 did not arrive at rollout rank 1: {} of 20 tensors differ from the trainer's: {}".format
     for method, message in (
         ("call_without_loading", did_not_arrive(20, "model.embed_tokens.weight, ")),
         ("call_and_change_a_weight", did_not_arrive(1, "model.embed_tokens.weight.")),

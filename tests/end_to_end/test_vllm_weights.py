@@ -15,8 +15,17 @@ from test_vllm_rollout import (
     scaled,
     start_processes,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from verl_like.workers.models.lora import model_buffers
 from verl_like.workers.weight_sync import collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
@@ -34,6 +43,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 ATTENTION = "model.layers.{}.self_attn."
+KINDS_OF_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
 
 def save_model(path: str, config: PreTrainedConfig) -> Any:
@@ -43,6 +53,8 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
         model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
         for parameter in model.parameters():
             parameter.normal_(std=0.1)
+        for _, buffer in model_buffers(model):
+            buffer.uniform_(0.5, 1.5)
     model.save_pretrained(path)
     return model
 
@@ -50,12 +62,27 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
 @pytest.mark.parametrize(
     ("config", "num_processes", "swapped_part"),
     [
-        (Qwen2Config(**SIZES), 2, "q_proj.bias"),
-        pytest.param(Qwen3Config(**SIZES, head_dim=32), 2, "q_norm.weight", marks=pytest.mark.proof),
-        pytest.param(
-            Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True), 1, "o_proj.weight", marks=pytest.mark.proof
+        (Qwen2Config(**SIZES), 2, "self_attn.q_proj.bias"),
+        # Dense Gemma 4 multiplies the output of a layer by a buffer.
+        (
+            Gemma4TextConfig(
+                **SIZES | KINDS_OF_LAYERS,
+                head_dim=32,
+                global_head_dim=32,
+                hidden_size_per_layer_input=0,
+                num_kv_shared_layers=0,
+            ),
+            1,
+            "layer_scalar",
         ),
-        pytest.param(Phi3Config(**SIZES), 2, "qkv_proj.weight", marks=pytest.mark.proof),
+        pytest.param(Qwen3Config(**SIZES, head_dim=32), 2, "self_attn.q_norm.weight", marks=pytest.mark.proof),
+        pytest.param(
+            Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+            1,
+            "self_attn.o_proj.weight",
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(Phi3Config(**SIZES), 2, "self_attn.qkv_proj.weight", marks=pytest.mark.proof),
     ],
 )
 def test_weights_arrive_or_are_missed_by_name(
@@ -76,8 +103,9 @@ def test_weights_arrive_or_are_missed_by_name(
         for output in ray.get(everywhere("generate_sequences", prompt_batch()), timeout=DEADLINE_S):
             assert_generated_by(weights, output)
 
-    names = [ATTENTION.format(layer) + swapped_part for layer in range(2)]
-    message = f"2 of {len(list(model.parameters()))} parameters differ from the trainer's: {', '.join(names)}."
+    names = [f"model.layers.{layer}.{swapped_part}" for layer in range(2)]
+    num_tensors = len(list(model.parameters())) + len(model_buffers(model))
+    message = f"2 of {num_tensors} tensors differ from the trainer's: {', '.join(names)}."
     for outcome in [process.run.remote("load_swapped", export(model, 3), *names) for process in processes]:
         with pytest.raises(ray.exceptions.RayTaskError, match=message):
             ray.get(outcome, timeout=DEADLINE_S)

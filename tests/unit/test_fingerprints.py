@@ -108,9 +108,7 @@ def test_parameters_that_differ_are_named_up_to_five() -> None:
     expected = {f"layer.{i}": i for i in range(9)}
     # printf "[('layer.0', 0), ..., ('layer.8', 8)]" | b2sum -l 64
     assert check_arrival(expected, dict(reversed(expected.items())), "Lost") == "24021e735fd11654"
-    with pytest.raises(
-        WeightSyncError, match=r"^Lost: 2 of 9 parameters differ from the trainer's: layer.3, layer.4.$"
-    ):
+    with pytest.raises(WeightSyncError, match=r"^Lost: 2 of 9 tensors differ from the trainer's: layer.3, layer.4.$"):
         check_arrival(expected, expected | {"layer.3": 4, "layer.4": 3}, "Lost")
     with pytest.raises(WeightSyncError, match=r"7 of 9 .*: layer.2, layer.3, layer.4, layer.5, layer.6, ...\.$"):
         check_arrival(expected, {"layer.0": 0, "layer.1": 1}, "Lost")
@@ -152,9 +150,7 @@ def test_weights_of_a_new_version_that_are_the_old_ones_are_noticed(
     engine: RolloutEngine, model: ModelAndFolder
 ) -> None:
     engine._load = lambda *weights: None
-    message = (
-        "version 8 did not arrive at rollout rank 1: 21 of 21 parameters differ from the trainer's: lm_head.weight, "
-    )
+    message = "version 8 did not arrive at rollout rank 1: 21 of 21 tensors differ from the trainer's: lm_head.weight, "
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights([export(changed(model[1]), 8)], 8)
     assert engine.policy_version is None
@@ -169,7 +165,7 @@ def test_a_number_that_changes_as_it_is_loaded_is_noticed_and_its_parameter_name
         data[first] ^= 1
         return dataclasses.replace(bucket, data=data)
 
-    with pytest.raises(WeightSyncError, match=r"did not arrive .*: 1 of 21 parameters differ .*: model.norm.weight.$"):
+    with pytest.raises(WeightSyncError, match=r"did not arrive .*: 1 of 21 tensors differ .*: model.norm.weight.$"):
         load_changed(engine, [export(changed(model[1]), 8)], off_by_a_bit)
     assert engine.policy_version is None
 
@@ -185,7 +181,7 @@ def test_projections_that_the_engine_takes_for_each_other_are_noticed_and_named(
     engine: RolloutEngine, model: ModelAndFolder, names: tuple[str, str]
 ) -> None:
     right = export(changed(model[1]), 8)
-    message = f"did not arrive at rollout rank 1: 2 of 21 parameters differ from the trainer's: {', '.join(names)}.$"
+    message = f"did not arrive at rollout rank 1: 2 of 21 tensors differ from the trainer's: {', '.join(names)}.$"
     with pytest.raises(WeightSyncError, match=message):
         load_swapped(engine, [right], *names)
     assert engine.policy_version is None
@@ -205,7 +201,7 @@ def test_one_wrong_number_is_noticed_before_anything_is_loaded(engine: RolloutEn
     corrupt = export(changed(model[1]), 8)
     assert corrupt.buckets[0].names[0] == "model.embed_tokens.weight"  # of 17,408 bytes
     corrupt.buckets[0].data[12345] ^= 1
-    message = "1 of 21 parameters differ from the trainer's: model.embed_tokens.weight.$"
+    message = "1 of 21 tensors differ from the trainer's: model.embed_tokens.weight.$"
     assert_refused_before_anything_is_loaded(engine, corrupt, message)
 
 
@@ -217,7 +213,7 @@ def test_projections_that_trade_places_are_noticed_before_anything_is_loaded(
     first, second = map(wrong.get_parameter, names)
     first.data, second.data = second.data, first.data
     swapped = dataclasses.replace(export(wrong, 8), fingerprints=export(right, 8).fingerprints)
-    message = f"2 of 21 parameters differ from the trainer's: {', '.join(names)}.$"
+    message = f"2 of 21 tensors differ from the trainer's: {', '.join(names)}.$"
     assert_refused_before_anything_is_loaded(engine, swapped, message)
 
 

@@ -382,7 +382,7 @@ def test_a_parameter_that_the_trainer_skips_is_noticed(model: tuple[str, LlamaFo
     some = [(name, value) for name, value in some if "layers.1.mlp.down_proj" not in name]
     short = collect_weights(some, dtype=torch.float32, rank=0, world_size=1, version=8)
     skipped = "model.layers.1.mlp.down_proj.weight, model.norm.weight"
-    with pytest.raises(WeightSyncError, match=f"2 of 19 parameters differ from the trainer's: {skipped}."):
+    with pytest.raises(WeightSyncError, match=f"2 of 19 tensors differ from the trainer's: {skipped}."):
         engine.load_weights([short], 8)
 
 

@@ -15,7 +15,7 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.experience_maker import ExperienceMaker, Weights
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.weight_sync import WeightExport, check_exports, collect_weights
+from verl_like.workers.weight_sync import WeightExport, check_exports, collect_weights, in_order
 from verl_like.workers.weight_transfer.direct import (
     DirectTransport,
     IpcTransport,
@@ -118,7 +118,9 @@ def test_an_ipc_buffer_is_written_again_when_all_have_read_it_and_freed_before_t
         parameters = [(name, factor * value) for name, value in PARAMETERS]
         with transport.joined(rank=0, num_receivers=2):
             events.append("takes memory")
-            transport.offer(packed_chunks(gather(parameters, torch.bfloat16), "GPU-0", buffer, events.append), rank=0)
+            transport.offer(
+                packed_chunks(gather(in_order(parameters, torch.bfloat16, [])), "GPU-0", buffer, events.append), rank=0
+            )
             events.append("frees")
             time.sleep(0.1)  # receivers that did not wait would go on
     for thread in threads:

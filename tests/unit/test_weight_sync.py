@@ -88,7 +88,7 @@ def test_tied_parameters_are_exported_once() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
     model["head"].weight = model["embed"].weight
     export = collect_weights(model.named_parameters(), dtype=torch.float32, rank=0, world_size=1, version=0)
-    assert export.num_parameters == 1 and export.buckets[0].names == ("embed.weight",)
+    assert export.num_tensors == 1 and export.buckets[0].names == ("embed.weight",)
 
 
 def test_a_parameter_listed_twice_is_refused() -> None:
@@ -120,12 +120,12 @@ def test_a_missing_bucket_is_noticed() -> None:
 def test_a_parameter_left_out_of_a_bucket_is_noticed() -> None:
     first, second = _exports(_parameters())
     short = dataclasses.replace(second.buckets[0], names=("layer.0",), shapes=((7, 3),))
-    with pytest.raises(WeightSyncError, match="number of parameters: expected 5, got 4"):
+    with pytest.raises(WeightSyncError, match="number of tensors: expected 5, got 4"):
         check_exports([first, dataclasses.replace(second, buckets=(short, second.buckets[1]))], 3)
 
 
 def test_ranks_that_exported_different_models_are_noticed() -> None:
-    with pytest.raises(WeightSyncError, match="num_parameters of rank 1: expected 5, got 4"):
+    with pytest.raises(WeightSyncError, match="num_tensors of rank 1: expected 5, got 4"):
         check_exports([_exports(_parameters())[0], _exports(_parameters()[:4])[1]], 3)
 
 

@@ -121,7 +121,7 @@ def test_weights_that_were_overwritten_or_are_being_so_are_refused() -> None:
     with pytest.raises(StaleWeightsError, match=r"Newer weights are being written into /proc/\d+/fd/\d+; load those"):
         check_staged([late], 1, "cpu")
     publish(transport, 3)
-    with pytest.raises(StaleWeightsError, match="Weights of version 1 changed on their way: 4 of 5 parameters"):
+    with pytest.raises(StaleWeightsError, match="Weights of version 1 changed on their way: 4 of 5 tensors"):
         check_staged([sent(late)], 1, "cpu")
 
 

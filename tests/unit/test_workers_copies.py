@@ -158,7 +158,7 @@ def test_layers_in_bfloat16_compute_the_same_from_weights_that_are_stored_in_it(
 )
 def test_parameters_that_are_corrupt_or_traded_places_are_named_and_change_nothing(role, copy, trained, damage, names):
     before, (export,) = compute(copy, role), trained[role][2]
-    message = f"version 4 changed on their way: {len(names)} of .* parameters differ from .*: {', '.join(names)}"
+    message = f"version 4 changed on their way: {len(names)} of .* tensors differ from .*: {', '.join(names)}"
     with pytest.raises(WorkerError, match=rf"{message}\."):
         copy.load_weights([damage(export, *names)], version=4)
     assert not any(changed(before, compute(copy, role), role))
@@ -190,7 +190,7 @@ def without(right: WeightExport, name: str) -> WeightExport:
     shorter = dataclasses.replace(
         bucket, names=bucket.names[:-1], shapes=bucket.shapes[:-1], data=bucket.data[: len(bucket.data) - size]
     )
-    return dataclasses.replace(right, buckets=(shorter,), num_parameters=right.num_parameters - 1)
+    return dataclasses.replace(right, buckets=(shorter,), num_tensors=right.num_tensors - 1)
 
 
 def test_exports_of_another_model_name_what_differs_and_change_nothing(role, copy, trained):

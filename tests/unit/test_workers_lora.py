@@ -186,10 +186,10 @@ def test_an_engine_has_the_frozen_model_and_gets_the_adapter_or_says_that_it_did
     engine._load = lambda exports, version: None
     actor.update_actor(make_batch(seed=3)).get()
     newer = actor.export_weights(version=5).get()
-    with pytest.raises(WeightSyncError, match=r"Weights of version 5 did not arrive at rollout rank 0: 8 of 8 param"):
+    with pytest.raises(WeightSyncError, match=r"Weights of version 5 did not arrive at rollout rank 0: 8 of 8 tensors"):
         engine.load_weights(newer, 5)  # the adapter of version 4 is still there
     engine._load = lambda exports, version: load([swapped(each, first, second) for each in exports], version)
-    with pytest.raises(WeightSyncError, match=f"2 of 8 parameters differ from the trainer's: {first}, {second}"):
+    with pytest.raises(WeightSyncError, match=f"2 of 8 tensors differ from the trainer's: {first}, {second}"):
         engine.load_weights(newer, 5)
     engine._load = load
     assert engine.load_weights(newer, 5) != fingerprint

@@ -392,7 +392,7 @@ def test_loading_a_checkpoint_that_is_not_there_is_an_error(model_path, tmp_path
 def test_exported_weights_hold_every_parameter_once(model_path):
     group = actor_group(model_path)
     (export,) = group.export_weights(version=4).get()
-    assert export.version == 4 and export.num_parameters == len(parameters_of(group.workers[0]))
+    assert export.version == 4 and export.num_tensors == len(parameters_of(group.workers[0]))
 
 
 def test_the_reward_models_score_lies_on_the_last_response_token(tmp_path):

@@ -35,7 +35,7 @@ from verl_like.workers.config.supervised import DPOTrainingConfig, ILQLTrainingC
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
 from verl_like.workers.supervised import DPOWorker, ILQLWorker
-from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weight_sync import WeightExport, in_order
 from verl_like.workers.weight_transfer.direct import (
     IpcTransport,
     NcclTransport,
@@ -116,7 +116,7 @@ def send_by_ipc(worker: ActorWorker, rank: int) -> dict[str, torch.Tensor]:
     receiver = threading.Thread(target=lambda: loaded.append(receive_by_ipc(exports, rank, buffer)), daemon=True)
     receiver.start()
     with worker.weight_transport.joined(rank, num_receivers=2):
-        whole = gather(worker.engine.named_parameters(), torch.bfloat16)
+        whole = gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))
         worker.weight_transport.offer(packed_chunks(whole, f"GPU-{rank}", buffer), rank)
         assert not buffer.any()  # closed
     receiver.join(60)
@@ -138,7 +138,9 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
         announced = worker.export_weights(version=1)
         assert announced.fingerprints == export.fingerprints and announced.num_bytes == 0
         if rank == 0:  # what it would broadcast
-            save_file(dict(gather(worker.engine.named_parameters(), torch.bfloat16)), out / f"{layout}_gathered")
+            save_file(
+                dict(gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))), out / f"{layout}_gathered"
+            )
         else:
             worker.send_weights(num_receivers=1)
         save_file(send_by_ipc(worker, rank), out / f"{layout}_read_{rank}")

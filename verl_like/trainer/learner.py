@@ -119,8 +119,11 @@ class Learner:
         """The actor's weights after all updates submitted so far; returns at once."""
         return Weights(self.actor.export_weights.remote(version=self.version), self.version)
 
-    def restore(self, folder: Path, version: int) -> None:
-        """Reads what `save_training` wrote, on any number of ranks; the weights are then those of the version."""
+    def restore(self, folder: Path, version: int) -> list[str]:
+        """Reads what `save_training` wrote, on any number of ranks; the weights are then those of the version. Returns
+        what the user should know."""
+        notes: list[str] = []
         for role, group in self.trained.items():
-            group.load_checkpoint(str(folder / role / "checkpoint"))
+            notes += group.load_checkpoint(str(folder / role / "checkpoint"))[0]  # rank 0's, as all others'
         self.version = version
+        return notes

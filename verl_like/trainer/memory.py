@@ -16,7 +16,7 @@ from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
-from verl_like.workers.models.lora import trained_parameters
+from verl_like.workers.models.lora import model_buffers, trained_parameters
 from verl_like.workers.models.pretrained import TEACHER_PATH, decoder_layers, empty_model
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
@@ -34,6 +34,8 @@ class ModelSize:
     """Numbers of parameters, and the widths that activations have."""
 
     parameters: int
+    buffers: int
+    """Bytes of the buffers that belong to it, which every rank has whole."""
     trained: int
     """Those of the adapter, or all where there is none."""
     layer: int
@@ -58,6 +60,7 @@ class ModelSize:
         total = sum(p.numel() for p in hf.parameters())
         return cls(
             parameters=total,
+            buffers=sum(buffer.nbytes for _, buffer in model_buffers(hf)),
             trained=sum(p.numel() for _, p in trained_parameters(hf)),
             layer=max(layers),
             outer=total - sum(layers),
@@ -106,11 +109,15 @@ class TrainingRole:
 
     @property
     def stored(self) -> float:
-        return self.size.parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
+        return self.bytes_of(self.size.parameters) + self.size.buffers
 
     @property
     def stored_trained(self) -> float:
-        return self.stored * self.size.trained / self.size.parameters
+        return self.bytes_of(self.size.trained)
+
+    def bytes_of(self, num_parameters: int) -> float:
+        """Of a rank's shards of that many parameters."""
+        return num_parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
 
     @property
     def adam(self) -> float:
@@ -197,8 +204,9 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
     built_in = training_roles(config)
     engine, asleep = {"engine's share": rollout.gpu_memory_utilization * device_bytes}, {"sleeping engine*": ASLEEP}
     if rollout.name == "hf":  # has a whole model, reserves nothing, and sleeps in host memory
-        parameters = built_in[0].size.parameters  # of the actor
-        engine, asleep = {"engine's weights": parameters * getattr(torch, rollout.dtype).itemsize}, {}
+        actor = built_in[0].size
+        weights = actor.parameters * getattr(torch, rollout.dtype).itemsize + actor.buffers
+        engine, asleep = {"engine's weights": weights}, {}
     phases = []
     for pool in dict.fromkeys(config.role_mapping[role] for role in config.active_roles):
         roles = [role for role in built_in if config.role_mapping[role.name] == pool]

@@ -226,7 +226,8 @@ class RayPPOTrainer(TrainingLoop):
         state = checkpoint.state
         for name in ("global_step", "num_prompt_batches", "upcoming_batch"):
             setattr(self, name, state[name])
-        self.learner.restore(checkpoint.folder, state["version"])
+        for note in self.learner.restore(checkpoint.folder, state["version"]):
+            self.recorder.console.say(note)
         for role, group in self.groups_with_state.items():
             group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
         self.maker.kl_controller.value = state["kl_coef"]

@@ -17,6 +17,7 @@ from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, Mi
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import log_prob_micro_batching
+from verl_like.workers.weight_sync import in_order
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 from verl_like.workers.weight_transfer.direct import DirectTransport
 
@@ -123,8 +124,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         """With `rollout.sends_directly`: sends the weights to all processes that load the last export."""
         assert isinstance(self.weight_transport, DirectTransport)
         with self.weight_transport.joined(self.rank, num_receivers), self.engine.on_device():
-            dtype = getattr(torch, self.export_dtype)  # no name keeps the parameters on the device
-            self.weight_transport.send(list(self.engine.named_parameters()), dtype, self.rank)
+            dtype = getattr(torch, self.export_dtype)
+            # No name keeps the weights on the device.
+            self.weight_transport.send(
+                in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()), self.rank
+            )
 
     def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.

@@ -1,5 +1,6 @@
 """Copies of the trained actor and critic that are only run forward, with weights that the trainer sends."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,33 +40,42 @@ class CopyWorker(ModelWorker):
             raise RuntimeError(f"{type(self).__name__} has no verified weights; call load_weights before computing.")
         return super().infer(*args, **kwargs)
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the trained model sends, by name: parameters, this rank's shards of them, and buffers."""
+        yield from self.engine.named_parameters()
+        yield from self.engine.named_buffers()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> str:
         """Writes what all ranks of the trained model exported into this rank's shard, and proves that it arrived.
 
-        Each parameter is written where it lies, offloaded or not. Returns one fingerprint of all parameters together,
-        see `check_arrival`. Raises WeightSyncError if the exports are incomplete, corrupt or of another model, and goes
-        on with the weights it has; or if it ended up with other weights, and refuses to compute until a later load
-        succeeds.
+        Each tensor is written where it lies, offloaded or not; a buffer gets the dtype that it has there. Returns one
+        fingerprint of all weights together, see `check_arrival`. Raises WeightSyncError if the exports are incomplete,
+        corrupt or of another model, and goes on with the weights it has; or if it ended up with other weights, and
+        refuses to compute until a later load succeeds.
         """
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
         expected = check_staged(received, version, self.device)
-        parameters = dict(self.engine.named_parameters())
+        weights = dict(self.named_weights())
         sent = {name: tuple(tensor.shape) for name, tensor in iterate_weights(received)}
-        own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        own = {name: tuple(weight.shape) for name, weight in weights.items()}
         check_arrival(sent, own, f"{what} are not of the model {self.model_config.path}")
         self.version = None
+        buffers = {name for name, _ in self.engine.named_buffers()}
         for name, tensor in iterate_weights(received):
-            parameter = parameters[name]
-            assert isinstance(parameter, DTensor), "a pass that failed left whole parameters, which the next one drops"
-            own_part = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(own_part.to_local())
-        parts = [local_fingerprint(name, parameter, self.rank) for name, parameter in self.engine.named_parameters()]
+            weight = weights[name]
+            if name in buffers:
+                weight.data = tensor.to(weight.device, copy=True)
+                continue
+            assert isinstance(weight, DTensor), "a pass that failed left whole parameters, which the next one drops"
+            own_part = distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.to_local().copy_(own_part.to_local())
+        parts = [local_fingerprint(name, weight, self.rank) for name, weight in self.named_weights()]
         # Sums modulo 2**64: of signed numbers they have the same bits.
         sums = torch.from_numpy(np.array(parts, dtype=np.uint64).view(np.int64))
         dist.all_reduce(sums)
-        loaded = dict(zip(parameters, sums.numpy().view(np.uint64).tolist(), strict=True))
+        loaded = dict(zip(weights, sums.numpy().view(np.uint64).tolist(), strict=True))
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
         self.version = version
         return fingerprint

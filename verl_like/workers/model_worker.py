@@ -136,8 +136,8 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, wait: bool = True) -> None:
-        """Writes parameters, optimizer state and step count to the folder `path`, which all ranks see, and the model's
-        configuration and tokenizer.
+        """Writes parameters, buffers, optimizer state and step count to the folder `path`, which all ranks see, and the
+        model's configuration and tokenizer.
 
         Without `wait` it returns when the state is copied, and `save_result` says when the copy is written: before the
         next save.
@@ -155,11 +155,11 @@ class TrainedWorker(ModelWorker):
         return self.engine.saved_files(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, optimizer_only: bool = False) -> None:
+    def load_checkpoint(self, path: str, optimizer_only: bool = False) -> list[str]:
         """Reads what `save_checkpoint` wrote, on any number of ranks, or the optimizer's state alone; ValueError if
-        nothing is at `path`."""
+        nothing is at `path`. Returns what the user should know."""
         with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
-            self.engine.load(path, optimizer_only)
+            return self.engine.load(path, optimizer_only)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
@@ -168,10 +168,12 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def export_weights(self, version: int) -> WeightExport:
-        """This rank's part of the weights for rollout engines and copies, in `export_dtype`, as version `version`."""
+        """This rank's part of the weights for rollout engines and copies as version `version`: parameters in
+        `export_dtype`, and the model's buffers."""
         with self.engine.on_device():
             export = collect_weights(
                 with_scale(self.engine.named_parameters(), self.model_config),
+                self.engine.named_buffers(),
                 dtype=getattr(torch, self.export_dtype),
                 rank=self.rank,
                 world_size=self.world_size,

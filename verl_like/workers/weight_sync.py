@@ -30,33 +30,38 @@ class StaleWeightsError(WeightSyncError):
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Whole parameters, one after the other, in one contiguous buffer that pickles out of band."""
+    """Whole parameters or buffers of a model, one after the other in contiguous memory that pickles out of band."""
 
     index: int
     """Position in the order of all buckets of all ranks."""
     names: tuple[str, ...]
-    """Hugging Face parameter names."""
+    """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    """Name of the torch dtype of all its values, e.g. `bfloat16`."""
     data: Any
-    """(bytes,) uint8: the values in the export's dtype; a NumPy array, or something that NumPy takes for one."""
+    """(bytes,) uint8: the values; a NumPy array, or something that NumPy takes for one."""
 
 
 @dataclass(frozen=True)
 class WeightExport:
-    """One trainer rank's share of the weights; the exports of all ranks together hold every parameter once."""
+    """One trainer rank's share of the weights; the exports of all ranks together hold everything once.
+
+    A model's weights are its parameters, and the buffers that its checkpoints hold (`model_buffers`).
+    """
 
     version: int
     """Which update of the policy these weights are."""
     rank: int
     world_size: int
     dtype: str
-    """Name of the torch dtype of all values, e.g. `bfloat16`."""
-    num_parameters: int
-    """Parameters of the model, over all ranks."""
+    """Name of the torch dtype of the parameters. A buffer has the dtype that it has in the trainer."""
+    num_tensors: int
+    """Parameters and buffers of the model, over all ranks."""
     num_buckets: int
-    """Buckets of the model, over all ranks."""
+    """Of the model, over all ranks."""
     fingerprints: dict[str, int]
-    """Of each parameter, by its name, the part that this rank answers for; the sum over ranks is the parameter's."""
+    """Of each tensor, by its name, the part that this rank answers for; the sum over ranks is the tensor's."""
     buckets: tuple[WeightBucket, ...]
     """This rank's buckets: every `world_size`-th one."""
     address: tuple[str, int] | None = None
@@ -80,11 +85,13 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
     pieces add up to that of the parameter, however it was sharded or fused with others. Zeros, as in a padded
     vocabulary, add nothing, since mix keeps 0. Converting bfloat16 or float16 to float32 is exact, so a parameter kept
     in a wider dtype has the same fingerprint too. Any change, such as of one bit or of two elements that trade places,
-    changes the fingerprint all but surely.
+    changes the fingerprint all but surely. Elements that float32 cannot hold, as of int64, count as their 32-bit words.
     """
     if tensor.numel() == 0:
         return 0
     matrix = tensor.detach().reshape(math.prod(tensor.shape[:1]), -1)
+    if matrix.itemsize == 8:
+        matrix = matrix.view(torch.int32)
     num_rows, num_columns = matrix.shape
     chunk_elements = _ELEMENTS_PER_CHUNK[tensor.device.type]
     width = min(num_columns, chunk_elements)
@@ -94,7 +101,8 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
         column_factors = (_odd_factors(first_column + left, block.shape[1], tensor.device) >> 32).int() | 1
         height = max(1, chunk_elements // width)
         for chunk, factors in zip(block.split(height), row_factors.split(height), strict=True):
-            mixed = chunk.float().view(torch.int32) * _MULTIPLIER  # wraps around modulo 2**32, as below
+            bits = chunk if chunk.dtype == torch.int32 else chunk.float().view(torch.int32)
+            mixed = bits * _MULTIPLIER  # wraps around modulo 2**32, as below
             mixed ^= mixed >> _SHIFT
             mixed *= column_factors
             mixed ^= mixed >> _SHIFT
@@ -112,9 +120,25 @@ def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
     return mixed | 1
 
 
+def in_order(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    buffers: Iterable[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+    """(name, tensor, dtype in which it travels) in the order in which they do, that with the widest elements first.
+
+    Parameters are cast to `dtype`; buffers keep theirs. vLLM packs all of them into one piece of memory, in which each
+    has to begin at a multiple of its elements' size.
+    """
+    weights = [(name, tensor, dtype) for name, tensor in parameters]
+    weights += [(name, tensor, tensor.dtype) for name, tensor in buffers]
+    return sorted(weights, key=lambda weight: -weight[2].itemsize)
+
+
 @torch.no_grad()
 def collect_weights(
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    buffers: Iterable[tuple[str, torch.Tensor]] = (),
     *,
     dtype: torch.dtype,
     rank: int,
@@ -123,7 +147,7 @@ def collect_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     allocate: Callable[[int, bool], np.ndarray] | None = allocate_memory,
 ) -> WeightExport:
-    """Gathers the parameters and keeps this rank's share of them; a collective call when there are DTensors.
+    """Gathers a model's weights and keeps this rank's share of them; a collective call when there are DTensors.
 
     Every rank takes part in gathering every sharded parameter, one at a time, so that beside its share a rank holds one
     full parameter. The fingerprint is taken from the shards before they are gathered: it does not depend on the
@@ -131,9 +155,10 @@ def collect_weights(
     parameter at all, or a DTensor that is not cut along whole rows or columns.
 
     Args:
-        named_tensors: (Hugging Face name, parameter), in the same order on every rank; full tensors or DTensors. Use
+        parameters: (Hugging Face name, parameter), in the same order on every rank; full tensors or DTensors. Use
             `named_parameters()`, which lists tied parameters once.
-        dtype: the rollout engine's dtype; values are cast to it before they are gathered.
+        buffers: (Hugging Face name, buffer), as the parameters. Their values are not cast.
+        dtype: the rollout engine's dtype; parameters are cast to it before they are gathered.
         rank: this process among the `world_size` processes of a trainer that each export a share.
         version: which update of the policy these weights are.
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
@@ -144,23 +169,25 @@ def collect_weights(
     buckets: list[WeightBucket] = []
     pending: list[tuple[str, tuple[int, ...], torch.Tensor | None]] = []
     pending_bytes = 0
+    pending_dtype = dtype
     num_buckets = 0
 
     def close_bucket() -> None:
         nonlocal pending_bytes, num_buckets
         if num_buckets % world_size == rank:
-            buckets.append(_pack_bucket(num_buckets, pending, allocate))
+            buckets.append(_pack_bucket(num_buckets, _name(pending_dtype), pending, allocate))
         pending.clear()
         pending_bytes = 0
         num_buckets += 1
 
-    for name, parameter in named_tensors:
+    for name, weight, own_dtype in in_order(parameters, dtype, buffers):
         if name in fingerprints:
             raise ValueError(f"Parameter {name} is exported twice; pass named_parameters(), not a state dict.")
-        tensor = parameter if parameter.dtype == dtype else parameter.to(dtype)  # `to` takes 1 us to do nothing
+        tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)  # `to` takes 1 us to do nothing
         fingerprints[name] = local_fingerprint(name, tensor, rank)
-        if pending and pending_bytes + tensor.nbytes > bucket_bytes:
+        if pending and (pending_bytes + tensor.nbytes > bucket_bytes or pending_dtype != own_dtype):
             close_bucket()
+        pending_dtype = own_dtype
         full = tensor.full_tensor() if isinstance(tensor, DTensor) and allocate else tensor
         pending.append((name, tuple(full.shape), full if num_buckets % world_size == rank else None))
         pending_bytes += full.nbytes
@@ -171,12 +198,16 @@ def collect_weights(
         version=version,
         rank=rank,
         world_size=world_size,
-        dtype=str(dtype).removeprefix("torch."),
-        num_parameters=len(fingerprints),
+        dtype=_name(dtype),
+        num_tensors=len(fingerprints),
         num_buckets=num_buckets,
         fingerprints=fingerprints,
         buckets=tuple(buckets),
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
@@ -201,6 +232,7 @@ def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
 
 def _pack_bucket(
     index: int,
+    dtype: str,
     parameters: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]],
     allocate: Callable[[int, bool], np.ndarray] | None,
 ) -> WeightBucket:
@@ -218,11 +250,12 @@ def _pack_bucket(
             torch.cuda.synchronize()
         else:
             torch.cat(pieces, out=values)
-    return WeightBucket(index=index, names=names, shapes=shapes, data=data)
+    return WeightBucket(index=index, names=names, shapes=shapes, dtype=dtype, data=data)
 
 
 def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
-    """Checks that the exports are one complete set of version `version`; returns each parameter's fingerprint by name.
+    """Checks that the exports are one complete set of version `version`; returns the fingerprint of each parameter and
+    buffer by name.
 
     Raises WeightSyncError if a rank, bucket or parameter is missing or there twice, or versions or dtypes differ.
     """
@@ -230,14 +263,14 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
         raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
     first = exports[0]
     names = [name for export in exports for bucket in export.buckets for name in bucket.names]
-    shared = {name: getattr(first, name) for name in ("world_size", "dtype", "num_parameters", "num_buckets")}
+    shared = {name: getattr(first, name) for name in ("world_size", "dtype", "num_tensors", "num_buckets")}
     shared["version"] = version
     checks: list[tuple[str, Any, Any]] = [
         *((f"{name} of rank {e.rank}", getattr(e, name), value) for e in exports for name, value in shared.items()),
         ("ranks", sorted(export.rank for export in exports), list(range(first.world_size))),
         ("buckets", sorted(b.index for export in exports for b in export.buckets), list(range(first.num_buckets))),
-        ("number of parameters", len(names), first.num_parameters),
-        ("number of different parameters", len(set(names)), first.num_parameters),
+        ("number of tensors", len(names), first.num_tensors),
+        ("number of different tensors", len(set(names)), first.num_tensors),
     ]
     for what, got, expected in checks:
         if got != expected:
@@ -248,23 +281,23 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
 def check_arrival(
     expected: Mapping[str, Any], loaded: Mapping[str, Any], failure: str, error: type[Exception] = WeightSyncError
 ) -> str:
-    """One fingerprint of all parameters together, 64 bits in hexadecimal, if the two are equal; else raises `error`,
-    which says `failure` and which parameters differ.
+    """One fingerprint of all weights together, 64 bits in hexadecimal, if the two are equal; else raises `error`, which
+    says `failure` and which parameters or buffers differ.
     """
     names = sorted(name for name in {**expected, **loaded} if expected.get(name) != loaded.get(name))
     if names:
         more = ", ..." if len(names) > 5 else ""
         raise error(
-            f"{failure}: {len(names)} of {len(expected)} parameters differ from the trainer's: "
+            f"{failure}: {len(names)} of {len(expected)} tensors differ from the trainer's: "
             f"{', '.join(names[:5])}{more}."
         )
     return hashlib.blake2b(repr(sorted(expected.items())).encode(), digest_size=8).hexdigest()
 
 
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
-    """The trainer's fingerprint of each parameter, by name, if the exports are complete and hold the trainer's values.
+    """The trainer's fingerprint of each tensor, by name, if the exports are complete and hold the trainer's values.
 
-    `device` computes the fingerprints, of one parameter at a time. All ranks of a process group call it, since they
+    `device` computes the fingerprints, of one tensor at a time. All ranks of a process group call it, since they
     load together: what one of them refuses, all do. Raises WeightSyncError as `check_exports` does, and
     StaleWeightsError if a value is not the trainer's.
     """
@@ -283,17 +316,17 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
 
 
 def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full parameter), in the trainer's order, as views of the exports' read-only buffers."""
-    return iterate_buckets([bucket for export in exports for bucket in export.buckets], exports[0].dtype)
+    """(Hugging Face name, whole parameter or buffer), in the trainer's order, as views of read-only memory."""
+    return iterate_buckets(bucket for export in exports for bucket in export.buckets)
 
 
-def iterate_buckets(buckets: Iterable[WeightBucket], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `iterate_weights` yields, of buckets whose values have the torch dtype of that name."""
+def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `iterate_weights` yields, of buckets."""
     for bucket in sorted(buckets, key=lambda bucket: bucket.index):
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(np.asarray(bucket.data)).view(getattr(torch, dtype))
+            flat = torch.from_numpy(np.asarray(bucket.data)).view(getattr(torch, bucket.dtype))
         sizes = [math.prod(shape) for shape in bucket.shapes]
         # Not Tensor.view, which first tries to read the shape as a dtype and so takes twice as long.
         yield from zip(bucket.names, map(torch.reshape, flat.split(sizes), bucket.shapes), strict=True)

@@ -73,7 +73,7 @@ class DetachedPPOTrainer(Side):
         with self.recorder.timer("starting"):
             self.start()
             if resumed:
-                self.learner.restore(resumed.folder, resumed.step)
+                self.recorder.notes += self.learner.restore(resumed.folder, resumed.step)
         self.push()
         data, deadline_s = self.config.data, self.config.trainer.call_timeout_s
         num_parts = self.config.num_parts_of_step

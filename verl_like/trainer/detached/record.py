@@ -48,6 +48,8 @@ class DetachedRecord:
                 self.rows[step].append((metrics, ended, saved))
         for step, files in report.files:
             self.files[step].append(files)
+        for note in report.notes:
+            self.recorder.console.say(f"{name}: {note}")
 
     def log(self) -> None:
         """Writes what is complete, after makers too have said how long they waited until then."""

@@ -58,6 +58,8 @@ class SideRecorder:
     """(training step, the files that the ranks of a trainer wrote of its checkpoint, see `PendingCheckpoint`)."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
     """(start, end) of waits for other sides. One that lasts is reported until now, and again in the next report."""
+    notes: deque[str] = field(default_factory=deque)
+    """What the user should know."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the driver so far."""
     placement: list[dict[str, str]] = field(default_factory=list)
@@ -97,10 +99,11 @@ class SideRecorder:
         events = deque(self.events.popleft() for _ in range(len(self.events)))
         rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
         files = deque(self.files.popleft() for _ in range(len(self.files)))  # those from before the rows among them
+        notes = deque(self.notes.popleft() for _ in range(len(self.notes)))
         phase, since = self.doing
         waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
         waits.extend(self.waits.popleft() for _ in range(len(self.waits)))
-        return replace(self, events=events, rows=rows, files=files, waits=waits, seconds={})
+        return replace(self, events=events, rows=rows, files=files, waits=waits, notes=notes, seconds={})
 
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""

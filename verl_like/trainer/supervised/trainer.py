@@ -40,7 +40,8 @@ class SupervisedTrainer(TrainingLoop):
         self.group.init_model()
         if resumed := self.recorder.resumed:
             self.global_step = resumed.checkpoint.state["global_step"]
-            self.group.load_checkpoint(str(resumed.checkpoint.folder / "model" / "checkpoint"))
+            for note in self.group.load_checkpoint(str(resumed.checkpoint.folder / "model" / "checkpoint"))[0]:
+                self.recorder.console.say(note)
 
     def next_step(self) -> dict[str, float]:
         epoch, rows = self.sampler.batch(self.global_step - 1)

@@ -58,17 +58,21 @@ class TrainingEngine(Protocol):
         """(name in the Hugging Face model, full tensor or DTensor); tied parameters once. With an adapter only what is
         trained."""
 
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the Hugging Face model, tensor) of the buffers that belong to the model, see `model_buffers`. Every
+        rank has all of them whole."""
+
     def save(self, path: str) -> None:
-        """Copies parameters, optimizer and step count; the copy is written to `path` while training goes on, with what
-        makes a Hugging Face folder of it. The last copy is written before the next is made."""
+        """Copies parameters, buffers, optimizer and step count; the copy is written to `path` while training goes on,
+        with what makes a Hugging Face folder of it. The last copy is written before the next is made."""
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
         """`file_digest` of the files that `save` wrote on this rank, by name. None while they are being written, unless
         `wait`; raises OSError, naming the file that cannot be written."""
 
-    def load(self, path: str, optimizer_only: bool = False) -> None:
+    def load(self, path: str, optimizer_only: bool = False) -> list[str]:
         """Reads what `save` wrote, on any number of ranks, or the optimizer's state alone, without the step count, for
-        a schedule that begins anew; ValueError if none is there."""
+        a schedule that begins anew; ValueError if none is there. Returns what the user should know."""
 
     def save_hf(self, path: str) -> None:
         """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""

@@ -26,7 +26,7 @@ from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
-from verl_like.workers.models.lora import merged_weights, trained_parameters, without_adapter
+from verl_like.workers.models.lora import merged_weights, model_buffers, trained_parameters, without_adapter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, pack
 from verl_like.workers.models.pretrained import (
@@ -124,13 +124,19 @@ class FsdpEngine(TrainingEngine):
             reshard = self.frees_layers and unit is not model
             fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
+        # transformers keeps some buffers in float32 in a model that it reads from a file, and not in one that it makes
+        # without memory.
+        dtypes = [[buffer.dtype for buffer in buffers.values()]]
+        dist.broadcast_object_list(dtypes, src=0)
+        for buffer, dtype in zip(model.buffers(), dtypes[0], strict=True):
+            buffer.data = buffer.data.to(dtype)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         set_model_state_dict(
             model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
         )
-        # Buffers that no checkpoint holds, such as the rotary frequencies.
+        # Those that no checkpoint holds, such as the rotary frequencies, are not among the weights.
         for name, buffer in model.named_buffers():
             if buffers:
                 buffer.copy_(buffers[name])
@@ -229,6 +235,9 @@ class FsdpEngine(TrainingEngine):
         yield from trained_parameters(self.model.hf)
         yield from self.model.heads.named_parameters("heads")
 
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model_buffers(self.model.hf)
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that is saved with the model; a large one takes a second to load."""
@@ -257,12 +266,15 @@ class FsdpEngine(TrainingEngine):
         return self.writer.result(wait)
 
     @torch.no_grad()
-    def load(self, path: str, optimizer_only: bool = False) -> None:
+    def load(self, path: str, optimizer_only: bool = False) -> list[str]:
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
         reader, state = HuggingFaceStorageReader(path), self._state()
         saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
         there = {name: list(tensor.size) for name, tensor in saved.items()}
+        lacking = [name for name, _ in self.named_buffers() if f"model.{name}" not in saved]
+        for name in lacking:  # an earlier version did not save buffers
+            del state[f"model.{name}"]
         here = {name: list(tensor.size()) for name, tensor in state.items()}
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
@@ -276,6 +288,8 @@ class FsdpEngine(TrainingEngine):
         loaded = {name: value for name, value in state.items() if name.startswith("optimizer.") or not optimizer_only}
         dcp.load(loaded, storage_reader=reader)  # into the tensors that there are
         self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
+        what = f"{path} is of an earlier version and lacks the buffers {', '.join(lacking)}: they are those of"
+        return [f"{what} {self.config.path}."] if lacking else []
 
     def save_hf(self, path: str) -> None:
         dtype, settings, kept = getattr(torch, self.dtype), self.adapter_settings, {}
@@ -285,6 +299,7 @@ class FsdpEngine(TrainingEngine):
             gathered = cast(DTensor, parameter.detach().to("cpu", None if settings else dtype)).full_tensor()
             if dist.get_rank() == 0:
                 kept[name] = gathered
+        kept |= {name: buffer.to("cpu") for name, buffer in self.named_buffers()}
         if dist.get_rank() == 0:
             kept = merged_weights(self.model.hf, settings, kept, dtype) if settings else kept
             save_weights(self.model.hf, kept, Path(path))
@@ -298,4 +313,4 @@ class FsdpEngine(TrainingEngine):
             state[f"model.{name}"] = parameter
             for key, value in self.optimizer.state[parameter].items() if self.optimizer else ():
                 state[f"optimizer.{name}.{key}"] = value
-        return state
+        return state | {f"model.{name}": buffer for name, buffer in self.named_buffers()}

@@ -27,6 +27,17 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [each for each in parameters if is_adapter(each[0])] or parameters
 
 
+def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model as its parameters do, since its checkpoints hold them; tied ones once.
+
+    Under an adapter there are none: then they are those of the frozen model, which everybody reads for himself.
+    """
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        return []
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in computed]
+
+
 def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
     """peft's settings of the adapter. A head that is not a language model's is trained whole."""
     from peft import LoraConfig
@@ -96,9 +107,10 @@ def with_scale(
 def merged_weights(
     hf: PreTrainedModel, settings: Any, trained: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The parameters of the model that `settings` (peft's) names, with the adapter's values in its own matrices.
+    """The weights of the model that `settings` (peft's) names, with the adapter's values in its own matrices.
 
     `hf` is of its class. `trained` are the adapter, and further parameters, which stay as they are but for the dtype.
+    Buffers keep theirs.
     """
     from peft import LoraModel
 
@@ -111,5 +123,6 @@ def merged_weights(
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
     others = {name: value for name, value in trained.items() if not is_adapter(name)}
-    merged = dict(tuner.merge_and_unload().named_parameters()) | others
-    return {name: parameter.detach().to(dtype) for name, parameter in merged.items()}
+    merged: Any = tuner.merge_and_unload()
+    parameters = dict(merged.named_parameters()) | others
+    return {name: value.detach().to(dtype) for name, value in parameters.items()} | dict(model_buffers(merged))

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from verl_like.workers.models.lora import add_adapter, trained_parameters
+from verl_like.workers.models.lora import add_adapter, model_buffers, trained_parameters
 from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
@@ -155,15 +155,19 @@ class HfEngine(RolloutEngine):
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         self.model.to(self.device)
-        parameters = dict(trained_parameters(self.model))
+        parameters, buffers = dict(trained_parameters(self.model)), dict(model_buffers(self.model))
         for name, tensor in iterate_weights(exports):
-            parameters[name].copy_(tensor)
+            if name in buffers:
+                buffers[name].data = tensor.to(self.device, copy=True)  # in the trainer's dtype
+            else:
+                parameters[name].copy_(tensor)
         if self.config.kv_after_update == "recompute":
             for batch in self._batches:
                 batch.cache = None
 
     def _fingerprints(self) -> dict[str, int]:
-        return {name: fingerprint_tensor(parameter) for name, parameter in trained_parameters(self.model)}
+        weights = [*trained_parameters(self.model), *model_buffers(self.model)]
+        return {name: fingerprint_tensor(weight) for name, weight in weights}
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine:

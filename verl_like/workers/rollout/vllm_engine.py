@@ -236,12 +236,12 @@ class VllmEngine(RolloutEngine):
             self._has_joined = True
         buckets = [bucket for export in exports for bucket in export.buckets]
         if self.model_config.lora_rank:
-            self.llm.collective_rpc("load_adapter", args=(exports[0].dtype, buckets))
+            self.llm.collective_rpc("load_adapter", args=(buckets,))
             self.llm.update_weight_version(str(version))
             self._adapter_name = f"policy-v{version}"
         else:
             self.llm.start_weight_update()
-            self.llm.update_weights(WeightTransferUpdateRequest({"dtype": exports[0].dtype, "buckets": buckets}))
+            self.llm.update_weights(WeightTransferUpdateRequest({"buckets": buckets}))
             self.llm.finish_weight_update(weight_version=str(version))
         if self._asleep:
             self.llm.wake_up()

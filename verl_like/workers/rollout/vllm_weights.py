@@ -39,9 +39,8 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """All buckets of an update that was staged and checked; `dtype` is the name of their torch dtype."""
+    """All buckets of an update that was staged and checked."""
 
-    dtype: str
     buckets: list[Any]
 
     def __post_init__(self) -> None:
@@ -131,15 +130,15 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Overwrites the parameters. All of them come in one call, since vLLM forgets an update that failed in it."""
+        """Overwrites the weights. All of them come in one call, since vLLM forgets an update that failed in it."""
         buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
         shapes = dict(pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True))
         self._sources = self._find_sources({name: torch.Size(shape) for name, shape in shapes.items()})
         if self.direct:
-            dtypes = [update_info.dtype] * len(shapes)
+            dtypes = [bucket.dtype for bucket in buckets for _ in bucket.names]
             self.direct.receive_weights(NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()]))
         else:
-            self.model.load_weights(iterate_buckets(buckets, update_info.dtype))
+            self.model.load_weights(iterate_buckets(buckets))
         finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
         if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
@@ -151,7 +150,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         """Nothing is left to do."""
 
     def _find_sources(self, shapes: dict[str, torch.Size]) -> dict[str, list[tuple[str, torch.Size]]]:
-        """By the name of a vLLM parameter the Hugging Face parameters that it is made of, in their order there."""
+        """By the name of a vLLM parameter or buffer the Hugging Face ones that it is made of, in their order there."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper else str
         # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
@@ -174,8 +173,13 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
 
         Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made of.
         """
-        totals = {hf_name: 0 for sources in self._sources.values() for hf_name, _ in sources}
-        for name, parameter in self.model.named_parameters():  # lists tied parameters once
+        # Other buffers of vLLM's, such as tables of positions, are its own.
+        buffers = [each for each in self.model.named_buffers() if each[0] in self._sources]
+        tensors = [*self.model.named_parameters(), *buffers]  # lists tied parameters once
+        # What vLLM has no place for is left out, and so it is missed, whatever its values are.
+        sources = [self._sources.get(name, []) for name, _ in tensors]
+        totals = {hf_name: 0 for of_tensor in sources for hf_name, _ in of_tensor}
+        for name, parameter in tensors:
             is_packed = name in self._before_packing
             found = self._before_packing[name] if is_packed else self._fingerprints_of(name, parameter)
             if found is None:
@@ -214,10 +218,10 @@ class WorkerExtension:
         """See `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
 
-    def load_adapter(self, dtype: str, buckets: list[Any]) -> None:
-        """See `Adapter.load`; arguments as of `StagedUpdate`."""
+    def load_adapter(self, buckets: list[Any]) -> None:
+        """See `Adapter.load` and `StagedUpdate`."""
         self.adapter = Adapter(self.model_runner.get_model().lora_manager)
-        self.adapter.load(iterate_buckets(StagedUpdate(dtype, buckets).buckets, dtype))
+        self.adapter.load(iterate_buckets(StagedUpdate(buckets).buckets))
 
     def adapter_fingerprints(self) -> dict[str, int]:
         """See `Adapter.fingerprints`."""

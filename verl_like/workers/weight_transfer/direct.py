@@ -24,10 +24,10 @@ def init_info(exports: Sequence[WeightExport], first_rank: int, num_receivers: i
     return place | {"world_size": 1 + num_receivers, "packed": True}  # packed as `send` does it
 
 
-def gather(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole parameters, one after the other; a collective call when there are DTensors."""
-    for name, parameter in parameters:
-        tensor = parameter.detach().to(dtype)
+def gather(weights: Iterable[tuple[str, torch.Tensor, torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole parameters and buffers of `in_order`, one by one; a collective call when there are DTensors."""
+    for name, weight, dtype in weights:
+        tensor = weight.detach().to(dtype)
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -56,8 +56,9 @@ class DirectTransport(WeightTransport):
         """vLLM's group of rank 0 and the receivers."""
 
     @abstractmethod
-    def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
-        """On all ranks of the trainer: has the receivers load what was exported last; a collective call."""
+    def send(self, weights: Sequence[tuple[str, torch.Tensor, torch.dtype]], rank: int) -> None:
+        """On all ranks of the trainer: has the receivers load what was exported last, in the order of `in_order`; a
+        collective call."""
 
 
 class NcclTransport(DirectTransport):
@@ -68,8 +69,8 @@ class NcclTransport(DirectTransport):
 
         return trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
 
-    def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
-        whole = gather(parameters, dtype)
+    def send(self, weights: Sequence[tuple[str, torch.Tensor, torch.dtype]], rank: int) -> None:
+        whole = gather(weights)
         if rank > 0:
             for _ in whole:
                 pass
@@ -81,7 +82,7 @@ class NcclTransport(DirectTransport):
 
 
 class IpcTransport(DirectTransport):
-    """Each rank packs the parameters, bucket by bucket, into one buffer, which the engine on its GPU reads.
+    """Each rank packs the weights, bucket by bucket, into one buffer, which the engine on its GPU reads.
 
     Rank 0 has a store, by which all wait for each other: 5 minutes at most each time.
     """
@@ -98,13 +99,13 @@ class IpcTransport(DirectTransport):
             yield
             self._barrier(rank)  # and it is free again before they wake up the cache
 
-    def send(self, parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
+    def send(self, weights: Sequence[tuple[str, torch.Tensor, torch.dtype]], rank: int) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        largest = max(parameter.numel() for _, parameter in parameters) * dtype.itemsize
+        largest = max(tensor.numel() * dtype.itemsize for _, tensor, dtype in weights)
         size = max(DEFAULT_BUCKET_BYTES, largest)
-        self.offer(packed_ipc_producer(gather(parameters, dtype), gpu, operator.itemgetter(1), size), rank)
+        self.offer(packed_ipc_producer(gather(weights), gpu, operator.itemgetter(1), size), rank)
         torch.cuda.ipc_collect()  # the buffer, which no engine has open any more
 
     def offer(self, chunks: Iterable[Any], rank: int) -> None:
