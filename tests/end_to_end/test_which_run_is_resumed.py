@@ -145,6 +145,31 @@ def test_a_live_run_is_named_and_not_continued(config_with: Callable):
     assert found(config_with()) == (folder, 2)
 
 
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_what_dead_runs_were_saving_is_removed_when_a_run_starts_and_what_a_live_one_saves_stays(
+    mode: str, config_with: Callable, tmp_path: Path
+):
+    config = config_with(f"trainer.resume_mode={mode}")
+
+    def start_to_save(step: int) -> RunRecorder:
+        recorder = RunRecorder(config, PPO_DISPLAY)
+        (checkpoint.begin(recorder.run_dir, step) / "weights").write_text("half")
+        return recorder
+
+    dead, live = start_to_save(1), start_to_save(2)
+    dead.lock.close()
+    locked_by_nobody = tmp_path / "runs/of_somebody_else/global_step_3.partial"
+    locked_by_nobody.mkdir(parents=True)
+    (tmp_path / "runs/unreadable/.lock").mkdir(parents=True)
+    (tmp_path / "runs/unreadable/global_step_3.partial").mkdir()
+    assert find_run(config) == (None, [f"Removed {dead.run_dir}/global_step_1.partial, which a killed run left."])
+    assert (live.run_dir / "global_step_2.partial/weights").read_text() == "half"
+    assert not list(dead.run_dir.glob("*.partial")) and locked_by_nobody.exists()
+    live.lock.close()
+    assert find_run(config) == (None, [f"Removed {live.run_dir}/global_step_2.partial, which a killed run left."])
+    assert find_run(config) == (None, [])
+
+
 def test_what_a_run_wrote_after_its_checkpoint_is_cut_off(config_with: Callable):
     folder = run_until(2, config_with())
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3

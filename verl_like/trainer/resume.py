@@ -1,5 +1,6 @@
 """Which run goes on: the newest unfinished one with the same numbers, found before Ray starts."""
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -66,9 +67,9 @@ def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -
             other files, or the one that is named has no checkpoint or all steps.
     """
     trainer = config.trainer
-    notes: list[str] = []
     is_named = trainer.resume_mode == "resume_path"
     parent = Path(trainer.default_local_dir).expanduser().resolve()
+    notes = remove_remains(parent)
     run_dirs = sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True)
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
@@ -87,6 +88,21 @@ def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -
         if not why_not and (run := go_on(config, run_dir, notes, state_schema)):
             return run, notes
     return None, notes
+
+
+def remove_remains(parent: Path) -> list[str]:
+    """Removes what runs in a folder were saving when they were killed; returns a note for each checkpoint.
+
+    A run is known to be dead by its lock, which nobody holds.
+    """
+    notes: list[str] = []
+    for run_dir in [path.parent for path in sorted(parent.glob("*/.lock")) if not path.parent.is_symlink()]:
+        if partials := sorted(run_dir.glob("global_step_*.partial")):
+            with contextlib.suppress(ValueError), lock_run(run_dir):  # it is alive, or cannot be locked
+                checkpoint.remove_partial(run_dir)
+            gone = [partial for partial in partials if not partial.exists()]
+            notes += [f"Removed {partial}, which a killed run left." for partial in gone]
+    return notes
 
 
 def go_on(
