@@ -39,6 +39,9 @@ class PendingCall(Protocol):
         """What the ranks yield while they run, as it comes; empty for a method that does not yield."""
         return iter(())
 
+    def finish(self) -> None:
+        """Waits, as long as the group's deadline, until every rank has finished; the results stay with the ranks."""
+
     def done(self) -> bool:
         """Whether every rank has finished or failed."""
 
@@ -74,6 +77,10 @@ class Future(Generic[T]):
     def stream(self) -> Iterator[Any]:
         """What the ranks yield while they run, each item once, until all ranks have ended. Raises what `get` raises."""
         return self._call.stream()
+
+    def finish(self) -> None:
+        """Waits until every rank has finished, without fetching the results. Raises what `get` raises."""
+        self._call.finish()
 
     def done(self) -> bool:
         return self._finished or self._call.done()

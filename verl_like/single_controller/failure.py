@@ -2,33 +2,53 @@
 
 from typing import Any
 
+from verl_like.single_controller.shortage import Shortage
+
 
 class WorkerError(RuntimeError):
     """A worker's method raised.
 
-    Attributes: role, rank, node (address), pid, method and cause (the worker's traceback, as text).
+    Attributes: role, rank, node (address), pid, method, cause (the worker's traceback, as text) and shortage (None
+    unless memory was short).
     """
 
-    def __init__(self, role: str, rank: int, node: str, pid: int, method: str, cause: str) -> None:
+    def __init__(
+        self, role: str, rank: int, node: str, pid: int, method: str, cause: str, shortage: Shortage | None = None
+    ) -> None:
         self.role, self.rank, self.node, self.pid, self.method, self.cause = role, rank, node, pid, method, cause
-        super().__init__(f"{self.headline()}\n{cause.rstrip()}")
+        self.shortage = shortage
+        table = f"\n{shortage.processes}" if shortage else ""
+        super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
 
     def headline(self) -> str:
         last_line = self.cause.rstrip().rsplit("\n", 1)[-1]
-        return f"{self.where()} failed in {self.method}: {last_line}"
+        return f"{self.where()} failed in {self.method}{self.reason()}: {last_line}"
+
+    def reason(self) -> str:
+        return f" for want of {self.shortage.memory} memory" if self.shortage else ""
 
     def where(self) -> str:
         return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.role, self.rank, self.node, self.pid, self.method, self.cause)
+        place = self.role, self.rank, self.node, self.pid
+        return type(self), (*place, self.method, self.cause, self.shortage)
 
 
 class WorkerDied(WorkerError):
     """A worker's process died; the other processes of its group have been killed. `cause` holds its last log lines."""
 
     def headline(self) -> str:
-        return f"{self.where()} died during {self.method}; the other processes of the group were stopped"
+        died = f"{self.where()} died during {self.method}{self.reason()}"
+        return f"{died}; the other processes of the group were stopped"
+
+
+class WorkerStopped(WorkerDied):
+    """A worker's process, or one that it started, was stopped, such as by SIGSTOP; the group has been killed."""
+
+    def headline(self) -> str:
+        stopped = f"{self.where()} was stopped, such as by SIGSTOP, during {self.method}"
+        return f"{stopped}; the processes of its group were killed"
 
 
 class CallTimeout(TimeoutError):

@@ -13,6 +13,7 @@ from verl_like.protocol.row_ops import write_count
 from verl_like.single_controller.decorator import MethodSpec, check_reads, check_writes, registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
+from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.worker import Worker
 
 
@@ -36,9 +37,9 @@ class Invoker:
         except WorkerError:  # an argument is the result of a call that failed: that failure is the one to report
             raise
         except Exception as error:
-            raise WorkerError(
-                role, worker.rank, self.node, os.getpid(), method, "".join(traceback.format_exception(error))
-            ) from error
+            cause = "".join(traceback.format_exception(error))
+            place = role, worker.rank, self.node, os.getpid()
+            raise WorkerError(*place, method, cause, shortage_of(error)) from error
         yield CallHeader(len(result) if isinstance(result, DataProto) else 0, started, time.time())
         yield result
 

@@ -16,6 +16,7 @@ from verl_like.single_controller.failure import CallTimeout, PlacementError, Wor
 from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
+from verl_like.trainer.memory_keys import keys_that_lower
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder, UnknownMetric
 from verl_like.trainer.run_state import RecordState
@@ -89,7 +90,10 @@ def train(
         return 130
     except (WorkerError, CallTimeout, RewardError, PlacementError, UnknownMetric) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
-        return say("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
+        advice = []
+        if isinstance(error, WorkerError) and error.shortage:
+            advice.append(keys_that_lower(error.shortage.memory, error.role))
+        return say("\n".join([str(error), *advice, *getattr(error, "__notes__", [])]), 1)
     except OSError as error:  # a full disk, above all
         outcome = f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as they were."
         return say(f"{outcome} They are in {recorder.run_dir}.", 1)

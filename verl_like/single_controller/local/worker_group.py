@@ -96,6 +96,9 @@ class LocalCall(PendingCall):
         yielded, self.yielded = self.yielded, []
         return iter(yielded)
 
+    def finish(self) -> None:
+        self.wait(None)
+
     def done(self) -> bool:
         return True
 

@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 from verl_like.protocol import CallHeader, Part, PendingCall
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.message import fetch, unpack
+from verl_like.single_controller.ray.node_watch import LOOK_S
 from verl_like.single_controller.ray.process_handles import READY_S, ProcessHandles
 
 _POLL_S = 0.5
@@ -69,11 +70,17 @@ class RayCall(_CallOnRanks):
         self.unreported.add(self.method, self.headers)
 
     def wait(self, timeout: float | None) -> list[Any]:
-        timeout = self.deadline_s if timeout is None else timeout
+        collected = [self.payloads[rank] for rank in self.collect_ranks]
+        return self._wait(self.deadline_s if timeout is None else timeout, collected)
+
+    def finish(self) -> None:
+        self._wait(self.deadline_s, [])
+
+    def _wait(self, timeout: float, collected: list[Any]) -> list[Any]:
+        """The values of the references `collected`, after every rank has finished."""
         deadline = time.monotonic() + timeout
         self.unreported.waited_for.update(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
-        collected = [self.payloads[rank] for rank in self.collect_ranks]
         try:
             values = self.processes.wait(self.headers, self.role, self.method, deadline - time.monotonic(), collected)
         except RayError as error:
@@ -107,11 +114,15 @@ class RayStream(_CallOnRanks):
         if self._error is not None:
             raise self._error
         self.processes.wait_until_started(timeout)
+        next_look = time.monotonic() + LOOK_S
         while self._running:
             left = deadline - time.monotonic()
             if left <= 0:
                 late = f"rank(s) {sorted(self._running)} of {len(self.generators)}"
                 raise CallTimeout(self.role, self.method, timeout, late)
+            if time.monotonic() > next_look:
+                self.processes.end_stopped(self.method)
+                next_look = time.monotonic() + LOOK_S
             ready, _ = ray.wait(list(self._running.values()), timeout=min(_POLL_S, left))
             for rank in [rank for rank, generator in self._running.items() if generator in ready]:
                 yield from self._next(rank)
@@ -151,6 +162,10 @@ class RayStream(_CallOnRanks):
         for _ in self.stream(timeout):
             pass
         return fetch([self._payloads[rank] for rank in self.collect_ranks], READY_S)
+
+    def finish(self) -> None:
+        for _ in self.stream():
+            pass
 
     def done(self) -> bool:
         ends = [generator.completed() for generator in self.generators]

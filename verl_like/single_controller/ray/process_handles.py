@@ -1,21 +1,24 @@
 """The processes of a worker group as the driver sees them: started, waited for with a deadline, killed together."""
 
-import contextlib
+import functools
 import os
 import secrets
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError, WorkerStopped
+from verl_like.single_controller.ray.node_watch import LOOK_S, NodeWatch, of_memory_monitor
 from verl_like.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl_like.single_controller.ray.worker_process import ProcessInfo, WorkerProcess
+from verl_like.single_controller.shortage import Shortage, shortage_of
 from verl_like.single_controller.worker import rank_environment
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
@@ -39,6 +42,7 @@ class ProcessHandles:
         worker_env: dict[str, str],
     ) -> None:
         self.role, self.pool = role, pool
+        self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
@@ -65,6 +69,7 @@ class ProcessHandles:
             self.actors.append(process_class.options(**options).remote())
         master = self.actors[0].reserve_master.remote()
         self._started: list[Any] = [actor.start.remote(master, classes) for actor in self.actors]
+        _RUNNING.add(self)
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
         """Where each rank runs. Raises WorkerError if a constructor failed."""
@@ -78,12 +83,21 @@ class ProcessHandles:
         """The values of one reference per rank (of the first ranks), each of them small, and then of `results`.
 
         Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout, and RayError if
-        only results were lost.
+        only results were lost. Raises WorkerStopped for any group of this driver, as this one may wait for its results.
         """
         deadline = time.monotonic() + timeout
-        # Ends at the first failure of any rank, also while others still run or wait for it in a collective.
-        with contextlib.suppress(RayError):
-            return ray.get([*references, *results], timeout=max(0.0, timeout))  # Ray aborts if it is negative
+        is_late = False
+        while not is_late:
+            left = max(0.0, deadline - time.monotonic())  # Ray aborts if it is negative
+            try:
+                # Ends at the first failure of any rank, also while others still run or wait for it in a collective.
+                return ray.get([*references, *results], timeout=min(LOOK_S, left))
+            except GetTimeoutError:
+                is_late = left <= LOOK_S
+                if not is_late:
+                    self.end_stopped(method)
+            except RayError:
+                break
         # Something failed or is late: each rank says what.
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
@@ -109,8 +123,23 @@ class ProcessHandles:
                 raise CallTimeout(role, method, timeout, f"rank(s) {late} of {len(references)}")
         return [values[rank] for rank in range(len(references))] + ray.get(list(results), timeout=READY_S)
 
+    def end_stopped(self, method: str) -> None:
+        """Raises WorkerStopped if a process of this driver's groups is found stopped, after it killed that group.
+
+        `method` is what this group runs. A caller that waits asks every `LOOK_S` seconds.
+        """
+        running = {info: (group, rank) for group in list(_RUNNING) for rank, info in group._known_places().items()}
+        for info, what in self.watch.end_stopped(list(running)).items():
+            group, rank = running[info]
+            its_method = method if group is self else "its call"
+            cause = f"{what}\n{_last_log_lines(info)}"
+            group.stop(WorkerStopped(group.role, rank, info.node, info.pid, its_method, cause))
+            assert group.stopped is not None
+            raise group.stopped
+
     def stop(self, reason: Exception) -> None:
         """Kill every process of the group."""
+        _RUNNING.discard(self)
         if self.stopped is not None:
             return
         self.stopped = reason
@@ -123,16 +152,17 @@ class ProcessHandles:
         if deaths:
             if self.stopped is None:
                 rank, info = deaths[0], self._info(deaths[0])
-                reason = str(failures[rank]).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
+                reason, shortage = self._cause_of_death(failures[rank], info)
                 text = f"{reason}\n{_last_log_lines(info)}"
-                self.stop(WorkerDied(role, rank, info.node, info.pid, method, text))
+                self.stop(WorkerDied(role, rank, info.node, info.pid, method, text, shortage))
             assert self.stopped is not None
             return self.stopped
         rank, error = next(iter(failures.items()))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
-            cause = WorkerError(role, rank, info.node, info.pid, method, str(error))
+            shortage = shortage_of(cause) if isinstance(cause, Exception) else None
+            cause = WorkerError(role, rank, info.node, info.pid, method, str(error), shortage)
         others = sorted(set(failures) - {rank})
         if others:
             cause.add_note(f"rank(s) {others} failed as well")
@@ -141,6 +171,23 @@ class ProcessHandles:
                 f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, shut the group down"
             )
         return cause
+
+    def _cause_of_death(self, error: RayError, info: ProcessInfo) -> tuple[str, Shortage | None]:
+        """Why a process died, in a line, and if it was killed because memory was short, who held it."""
+        if isinstance(error, OutOfMemoryError):
+            return of_memory_monitor(error)
+        reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
+        shortage = self.watch.shortage(info.node_id)
+        if shortage:
+            reason = f"The kernel's OOM killer has ended a process of the node meanwhile. {reason}"
+        return reason, shortage
+
+    def _known_places(self) -> dict[int, ProcessInfo]:
+        """Where the ranks run that have started."""
+        if self._infos is not None:
+            return dict(enumerate(self._infos))
+        infos = {rank: self._info(rank) for rank in range(len(self.actors))}
+        return {rank: info for rank, info in infos.items() if info.pid}
 
     def _info(self, rank: int) -> ProcessInfo:
         """Where a rank runs, or ran, as far as it is known."""
@@ -151,6 +198,16 @@ class ProcessHandles:
             return ray.get(ready[0], timeout=READY_S)
         except (RayError, IndexError):  # it failed while starting
             return ProcessInfo(0, "unknown", "", "")
+
+
+_RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
+"""The processes of all groups of this driver."""
+
+
+@functools.cache
+def _watch_of_driver(node: str) -> NodeWatch:
+    """One for all groups of a driver; a new Ray has a new node id."""
+    return NodeWatch(node)
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:

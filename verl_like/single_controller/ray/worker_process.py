@@ -13,6 +13,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.ray.message import fetch, pack, unpack
+from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
@@ -55,7 +56,8 @@ class WorkerProcess:
             except Exception as error:
                 text = "".join(traceback.format_exception(error))
                 rank = int(os.environ["RANK"])
-                self.start_error = WorkerError(role, rank, self.node, os.getpid(), "__init__", text)
+                place = role, rank, self.node, os.getpid()
+                self.start_error = WorkerError(*place, "__init__", text, shortage_of(error))
                 raise self.start_error from error
         ray_node: Any = ray._private.worker._global_node
         return ProcessInfo(

@@ -11,7 +11,6 @@ import ray
 
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.failure import WorkerDied
-from verl_like.single_controller.ray.message import fetch
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer.balancing import RowWork
@@ -170,12 +169,12 @@ class DetachedPPOTrainer(Side):
         """The first trainer exports the weights, of which each has whole copies, and gives all makers references."""
         if self.index:
             return
-        version, deadline_s = self.learner.version, self.config.trainer.call_timeout_s
+        version = self.learner.version
         with self.pushing:
             futures = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
             exports = {role: ForwardedFuture(tuple(future.parts), future.collect) for role, future in futures.items()}
-            # What is pushed has been exported. It stays with the workers.
-            fetch([part.header for export in exports.values() for part in export.parts], deadline_s)
+            for future in futures.values():  # what is pushed has been exported; it stays with the workers
+                future.finish()
             self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
         for name in self.maker_names:

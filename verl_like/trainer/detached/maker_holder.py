@@ -22,6 +22,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import (
+    GONE,
     POLL_S,
     EnvInfo,
     ModelFn,
@@ -264,7 +265,7 @@ class ExperienceMakerHolder(Side):
                     ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
                 except ray.exceptions.GetTimeoutError:
                     raise CallTimeout(self.name, "send", deadline_s, f"its experience to arrive at {name}") from None
-                except ray.exceptions.RayActorError as error:
+                except GONE as error:
                     raise side_died(name, "extend", error) from None
         self.sent = {}
 

@@ -4,14 +4,13 @@ import contextlib
 import os
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from torch.distributed import TCPStore
 
 from verl_like.rewards.manager import RewardError
@@ -23,7 +22,7 @@ from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
-from verl_like.trainer.detached.side import LEDGER, SideRecorder, ask, side_died
+from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -35,11 +34,11 @@ from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.run_state import DetachedState
 from verl_like.trainer.worker_template import WorkerTemplate
 
-ANSWER_S = 30.0
+ANSWER_S = 20.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
+STATUS_S = 5.0
+"""How long the error of a run that fails waits for what the others say of themselves."""
 POLL_S = 0.5
-LOOK_S = 15.0
-"""After which a side's workers are looked at, and again: they may be stopped."""
 DISPLAY = replace(
     PPO_DISPLAY,
     step_line=(
@@ -121,19 +120,6 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
             run.show_counts()
 
 
-@ray.remote(num_cpus=0)
-def kill_stopped(pids: Sequence[int]) -> list[int]:
-    """Kills those of the processes, and of their children, that are stopped; runs on their node."""
-    killed = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-                if process.status() == psutil.STATUS_STOPPED:
-                    process.kill()
-                    killed.append(process.pid)
-    return killed
-
-
 class DetachedRun:
     """The processes of a run. Experience and weights travel between them; this process sees numbers and metrics."""
 
@@ -149,7 +135,6 @@ class DetachedRun:
         self.restarts_left = Counter(dict.fromkeys(config.maker_names, config.detached.max_restarts))
         self.starts: Counter[str] = Counter()
         """How often each maker was started."""
-        self.looked_at = 0.0
         self.reports: dict[str, SideRecorder] = {}
         """The last report of each side."""
         self.resumed = recorder.resumed.checkpoint if recorder.resumed else None
@@ -227,8 +212,6 @@ class DetachedRun:
             self.counts()
             if self.recorder.is_ending and self.last_step < 0:
                 self.end_early()
-            if time.monotonic() - self.looked_at > LOOK_S:
-                self.end_stopped_workers()
         if self.failure:
             raise self.failure
 
@@ -254,21 +237,6 @@ class DetachedRun:
         counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
         self.recorder.console.say(f"Prompts: {counts}")
 
-    def end_stopped_workers(self) -> None:
-        """Kills workers that are stopped, of sides that wait for theirs; their death is found as any other."""
-        pids: dict[str, list[int]] = defaultdict(list)
-        late = [report for report in self.reports.values() if time.time() - report.doing[1] > LOOK_S]
-        for row in [row for report in late for row in report.placement]:
-            pids[row["node"]] += map(int, row["processes"].split(", "))
-        looks = [
-            kill_stopped.options(resources={f"node:{node}": 0.001}).remote(its_pids) for node, its_pids in pids.items()
-        ]
-        for look in ray.wait(looks, num_returns=len(looks), timeout=ANSWER_S)[0] if looks else []:
-            with contextlib.suppress(ray.exceptions.RayError):  # the node has failed
-                for pid in ray.get(look, timeout=ANSWER_S):
-                    self.recorder.console.say(f"Process {pid} is stopped, so it is killed.")
-        self.looked_at = time.monotonic()
-
     def end_of_loop(self, name: str, loop: Any) -> None:
         """A loop has ended: at its end, or because the side failed."""
         try:
@@ -283,7 +251,7 @@ class DetachedRun:
             if not isinstance(cause, WorkerError | CallTimeout):
                 cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
             self.failed(name, cause)
-        except RayActorError as error:
+        except GONE as error:
             self.failed(name, side_died(name, "its loop", error))
         else:
             del self.loops[name]
@@ -315,8 +283,9 @@ class DetachedRun:
         Raises the error, which ends the run, for other sides, and where the maker would fail again.
         """
         if isinstance(error, WorkerDied) and error.role == name:
-            error = WorkerDied(name, 0, *self.place_of(name), error.method, error.cause)
-        stays = type(error) is WorkerError and error.method in WOULD_FAIL_AGAIN
+            error = WorkerDied(name, 0, *self.place_of(name), error.method, error.cause, error.shortage)
+        # Memory that was short for an allocation, where nothing was killed, is short again for the same prompts.
+        stays = type(error) is WorkerError and bool(error.method in WOULD_FAIL_AGAIN or error.shortage)
         if stays or not self.restarts_left[name]:
             error.add_note(f"This ended {name}.")
             self.give_up(name, error)
@@ -350,7 +319,7 @@ class DetachedRun:
         One that does not answer is removed, because a process that is stopped would outlive Ray.
         """
         asked = {name: self.actors[name].status.remote() for name in self.pools}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=STATUS_S)
         found = []
         for name, answer in asked.items():
             try:

@@ -18,6 +18,7 @@ from verl_like.plugins import import_plugins
 from verl_like.protocol import Metric
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
+from verl_like.single_controller.ray.node_watch import of_memory_monitor
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
@@ -27,6 +28,8 @@ from verl_like.trainer.resume import changed_inputs
 LEDGER = "ledger"
 """Name of the actor that is the run's `PromptLedger`."""
 POLL_S = 0.1
+GONE = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What Ray raises for a call of a side that died, or that Ray's memory monitor killed."""
 
 remote: Any = ray.remote  # whose type does not know concurrency groups
 
@@ -123,6 +126,8 @@ def side_named(name: str) -> Any:
 
 def side_died(name: str, method: str, error: Exception) -> WorkerDied:
     """What says that a side is gone; the run knows where it was."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return WorkerDied(name, 0, "?", 0, method, *of_memory_monitor(error))
     return WorkerDied(name, 0, "?", 0, method, str(error).strip().splitlines()[-1])
 
 
@@ -132,7 +137,7 @@ def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
         return ray.get(getattr(side_named(name), method).remote(*args), timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         raise CallTimeout(name, method, timeout, name) from None
-    except ray.exceptions.RayActorError as error:
+    except GONE as error:
         raise side_died(name, method, error) from None
 
 

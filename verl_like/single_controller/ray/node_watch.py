@@ -1,0 +1,159 @@
+"""Looks at worker processes on their nodes: which are stopped, and who held how much memory before one was killed."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_like.single_controller.ray.worker_process import ProcessInfo
+from verl_like.single_controller.shortage import Shortage, largest_processes, title_of
+
+LOOK_S = 10.0
+"""How long a driver waits for a call before it looks at its processes, and between two looks."""
+_ANSWER_S = 5.0  # a node that takes longer is looked at the next time
+_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")  # of the container, or else of the machine
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found on a node."""
+
+    stopped: Mapping[int, Mapping[int, str]]
+    """By the id of a worker's process: the stopped ones among it and those that it started, with their titles."""
+    memory: str
+    """See `largest_processes`."""
+    num_oom_kills: int
+    """How many processes the kernel has killed so far for want of memory."""
+
+
+class NodeAgent:
+    """Looks at processes of the node that it runs on."""
+
+    def look(self, pids: Sequence[int]) -> Look:
+        """What is found; processes that have ended are left out."""
+        stopped = {}
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+                titles = {each.pid: title_of(each) for each in family if each.status() == psutil.STATUS_STOPPED}
+                if titles:
+                    stopped[pid] = titles
+        return Look(stopped, largest_processes(), _num_oom_kills())
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """Kills processes, also stopped ones, which Ray's own kill may miss."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class NodeWatch:
+    """What a driver has seen of its processes. It looks at its own node by itself, at others through an agent."""
+
+    def __init__(self, own_node: str) -> None:
+        self.own_node, self.own_agent = own_node, NodeAgent()
+        self.agents: dict[str, Any] = {}
+        """Actor handles, by node id."""
+        self.asked: dict[str, Any] = {}
+        """References to answers that have not come, by node id."""
+        self.stopped_since: dict[tuple[str, int], float] = {}
+        """When a worker, by node and process id, was first found stopped."""
+        self.memory: dict[str, str] = {}
+        """What the last look found, by node id."""
+        self.num_oom_kills = {own_node: _num_oom_kills()}
+        """At the last look; on the driver's node also as the run began."""
+
+    def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
+        """Kills those of the workers that are stopped, as they were one look before, and says what was found.
+
+        One look alone may see a job that is just being continued.
+        """
+        pids: dict[str, list[int]] = {}
+        for place in places:
+            pids.setdefault(place.node_id, []).append(place.pid)
+        before, self.stopped_since = self.stopped_since, {}
+        found = {}
+        for node, look in self.look(pids).items():
+            self.memory[node] = look.memory
+            self.num_oom_kills[node] = look.num_oom_kills
+            for pid, titles in look.stopped.items():
+                now = time.monotonic()
+                since = self.stopped_since[node, pid] = before.get((node, pid), now)
+                if now - since > LOOK_S / 2:
+                    (place,) = [each for each in places if (each.node_id, each.pid) == (node, pid)]
+                    processes = ", ".join(f"process {stopped} ({title})" for stopped, title in titles.items())
+                    found[place] = f"{processes} was stopped for at least {now - since:.0f} s, so it was killed"
+                    self.kill(node, [*titles, pid])
+        return found
+
+    def look(self, pids: Mapping[str, Sequence[int]]) -> dict[str, Look]:
+        """What is found of the processes of each node, by its id; nodes that do not answer are left out."""
+        looks = {}
+        for node, its_pids in pids.items():
+            if node == self.own_node:
+                looks[node] = self.own_agent.look(its_pids)
+            elif node not in self.asked:
+                self.asked[node] = self.agent(node).look.remote(its_pids)
+        node_of = {reference: node for node, reference in self.asked.items()}
+        answered = ray.wait(list(node_of), num_returns=len(node_of), timeout=_ANSWER_S)[0] if node_of else []
+        for reference in answered:
+            node = node_of[reference]
+            del self.asked[node]
+            try:
+                looks[node] = ray.get(reference, timeout=_ANSWER_S)
+            except ray.exceptions.RayError:  # the agent has died, maybe with its node
+                self.agents.pop(node, None)
+        return looks
+
+    def agent(self, node: str) -> Any:
+        """The agent of another node, which is started once."""
+        if node not in self.agents:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self.agents[node] = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
+        return self.agents[node]
+
+    def kill(self, node: str, pids: Sequence[int]) -> None:
+        """Kills processes of a node. It waits for that, because the driver may end right after."""
+        if node == self.own_node:
+            self.own_agent.kill(pids)
+        else:
+            ray.wait([self.agent(node).kill.remote(pids)], timeout=_ANSWER_S)
+
+    def shortage(self, node: str) -> Shortage | None:
+        """Tells, after a process of the node has died, whether the kernel has killed one there for want of memory.
+
+        The table is of the last look, in which the process may still have been there.
+        """
+        look = self.look({node: []}).get(node) if node in self.num_oom_kills else None
+        if look is None or look.num_oom_kills == self.num_oom_kills[node]:
+            return None
+        self.num_oom_kills[node] = look.num_oom_kills
+        return Shortage("host", self.memory.get(node, look.memory))
+
+
+def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shortage]:
+    """Why Ray's memory monitor has killed a process, in a line, and the processes that it found."""
+    message = str(error)
+    reason = message.partition("OOM kill reason: ")[2].partition("\n")[0]
+    used = message.partition("Memory on the node ")[2].partition("\n")[0]
+    table = message.partition("Top 10 memory users: ")[2].partition("\nRefer to")[0]
+    shortage = Shortage("host", f"Memory of the node {used}, and of its largest processes:\n{table}")
+    return f"Ray's memory monitor killed it. {reason}", shortage
+
+
+def _num_oom_kills() -> int:
+    """The kernel's count of processes that it killed for want of memory; 0 where it keeps none."""
+    for path in map(Path, _OOM_COUNTERS):
+        for line in path.read_text().splitlines() if path.exists() else ():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
