@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from runs import data_row, tiny_run_settings
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DogeConfig, LlamaConfig, StableLmConfig
 
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
@@ -86,6 +86,41 @@ def test_a_further_reward_model_is_checked_as_the_first_and_named_by_its_keys(
     assert f"reward_models.safety.path={tmp_path / 'other'} has {other.vocab_size} token ids, the policy" in message
     settings = ["reward_model.model.override_config={misspelt: 1}", f"reward_models.safety.path={policy}"]
     assert "reward_model.model.override_config.misspelt=1: LlamaConfig has no" in refusal(placed, *settings)
+
+
+def test_weights_that_do_not_fit_the_configuration_name_both_shapes(refusal: Refusal):
+    message = refusal("+actor_rollout_ref.model.override_config.intermediate_size=80")
+    assert (
+        "actor_rollout_ref.model.path=" in message
+        and "down_proj.weight is [64, 96] in its files, and [64, 80]" in message
+    )
+
+
+def test_a_model_that_packed_attention_would_compute_wrongly_is_refused(refusal: Refusal, tmp_path: Path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 96}
+    for config_class in (StableLmConfig, DogeConfig):
+        config = config_class(vocab_size=68, max_position_embeddings=256, **sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
+    message = refusal(f"critic.model.path={tmp_path / 'stablelm'}")
+    assert f"critic.model.path={tmp_path / 'stablelm'}: StableLmAttention is not told where sequences begin" in message
+    message = refusal(f"critic.model.path={tmp_path / 'doge'}")
+    assert f"critic.model.path={tmp_path / 'doge'} is a doge, of which transformers has no model for" in message
+
+
+def test_prompts_of_tokens_that_the_model_does_not_have_are_refused(
+    refusal: Refusal, tmp_path: Path, tiny_llama: Callable
+):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama()[0])
+    tokenizer.add_tokens(["##"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    rows = [data_row(i) for i in range(8)]
+    rows[5] = data_row(5, prompt="1+##")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = [f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'larger'}"]
+    message = refusal(*settings, f"data.train_files={tmp_path / 'rows.jsonl'}")
+    assert (
+        "rows.jsonl, row 5: token 68 ('##') is none of the 68 of the model at actor_rollout_ref.model.path=" in message
+    )
 
 
 def test_an_override_that_the_model_does_not_have_names_the_key(refusal: Refusal):

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from runs import SPLIT, tiny_run_settings
 from tokenizers import normalizers
-from transformers import PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
@@ -110,6 +110,7 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses to 8 of 16"):
         check_inputs(load_ppo_config(mixed), cleanup)
     judge, _ = tiny_llama()
+    LlamaForSequenceClassification(LlamaConfig.from_pretrained(judge, num_labels=1)).save_pretrained(judge)
     config = load_ppo_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(config, cleanup).scorer is None

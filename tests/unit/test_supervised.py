@@ -144,13 +144,21 @@ def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
         config_of(model_path, "x", "trainer.n_gpus_per_node=2", "training.ulysses_sequence_parallel_size=3")
 
 
+def test_a_token_that_the_model_does_not_have_is_refused_with_its_row(model_path: str, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.add_tokens(["##"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    rows = [{"prompt": "ab", "response": "cde"}, {"prompt": "ab", "response": "c##"}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    own = ["data.train_batch_size=2", f"model.tokenizer_path={tmp_path / 'larger'}"]
+    with pytest.raises(ValueError, match=r"row 1: token 68 \('##'\) is none of the 68 of the model .*tokenizer_path"):
+        check_inputs(config_of(model_path, file, *own), None)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (
-            "+model.override_config.vocab_size=67",
-            r"row 1: token 67 \('='\) is none of the 67 of the model .*: set model\.tokenizer_path",
-        ),
+        ("+model.override_config.vocab_size=67", r"does not fit its configuration: .* \[68, 64\] .*, and \[67, 64\]"),
         ("data.train_files=no_such.jsonl", "data file no_such.jsonl does not exist"),
         ("data.train_batch_size=4", "has 2 rows, fewer than data.train_batch_size=4"),
         ("model.path=./no_model", r"model\.path=\./no_model: there is no model"),

@@ -23,7 +23,7 @@ from tiny_worker_models import (
     relative_error,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MiniCPM3Config
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
@@ -46,6 +46,7 @@ ACTORS = {
         "sharded": {},
         "sequences shared": SHARED_BY_2,
         "gemma2": {},
+        "minicpm3, sequences shared": SHARED_BY_2,
         "bfloat16": BFLOAT16,
         "bfloat16, 1 row": {"micro": 1, **BFLOAT16},
     },
@@ -91,12 +92,24 @@ SIZES = {
 MODELS = {
     "llama": LlamaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=None),
-}
+    # Its attention is latent: values have another size than keys.
+    "minicpm3": MiniCPM3Config(
+        **SIZES | {"head_dim": 4, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, dim_model_base=32,
+    ),
+}  # fmt: skip
+
+
+def model_of(layout):
+    """The name in MODELS, with which a layout of another model than Llama begins."""
+    name = layout.partition(",")[0]
+    return name if name in MODELS else "llama"
 
 
 def make_actor(folder, layout, *, model=(), **settings):
-    path = Path(folder, "gemma2" if layout.startswith("gemma2") else "llama")
-    config = policy_config(str(path), prompts=ROWS, **{"micro": ROWS, **OBJECTIVE, **settings})
+    config = policy_config(
+        str(Path(folder, model_of(layout))), prompts=ROWS, **{"micro": ROWS, **OBJECTIVE, **settings}
+    )
     config = config.model_copy(update={"model": config.model.model_copy(update=dict(model))})
     return ActorWorker(config, with_sum_pi_squared=True)
 
@@ -201,7 +214,7 @@ def test_every_layout_of_the_actor_has_loss_gradient_and_scores_of_a_padded_pass
     model, loss, gradients, expected_scores = padded_reference
     layouts = [(ranks, layout) for ranks in ACTORS for layout in ACTORS[ranks] if "bfloat16" not in layout]
     for ranks, layout in layouts:
-        if layout.startswith("gemma2") != (model == "gemma2"):
+        if model_of(layout) != model:
             continue
         scores, got, metrics, _ = collected(folder, "actor", ranks, layout)
         # The terms of the loss are of the size of 1.
@@ -216,7 +229,7 @@ def test_every_layout_of_the_actor_has_loss_gradient_and_scores_of_a_padded_pass
 def test_every_layout_reports_the_same_metrics(folder, role, layouts):
     _, _, expected, _ = collected(folder, role, 1, "all rows")
     for ranks, layout in ((number, layout) for number in layouts for layout in layouts[number]):
-        if layout.startswith(("gemma2", "bfloat16")):
+        if model_of(layout) != "llama" or layout.startswith("bfloat16"):
             continue
         _, _, metrics, _ = collected(folder, role, ranks, layout)
         assert metrics.keys() == expected.keys()

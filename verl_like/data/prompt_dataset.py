@@ -26,6 +26,7 @@ class PromptDataset:
     Attributes:
         num_filtered: rows left out because they are too long.
         num_truncated: rows that lost tokens.
+        highest_token: the highest token id, and where it is from.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PromptDataset:
                 prompts[index] = prompt[:num_first] + prompt[len(prompt) - max_prompt_length + num_first :]
         self._rows = rows
         self._prompts = prompts
+        self.highest_token = max((max(prompt), row.place) for row, prompt in zip(rows, prompts, strict=True))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -32,13 +32,15 @@ from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worke
 from verl_like.trainer.roles import Role, reward_model_key
 from verl_like.trainer.run import say
 from verl_like.trainer.scoring import RULE_COLUMNS, RuleScorer, has_rule, require_metric, reward_columns
-from verl_like.workers.config.models import ModelConfig, PolicyModelConfig, TrainedModelConfig
+from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
-from verl_like.workers.models.packed_models import PolicyModel, ValueModel
+from verl_like.workers.models.model_check import check_model
+from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
+from verl_like.workers.rollout.base import special_token_ids
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
     train_dataset, val_dataset = (load_dataset(config, tokenizer, part) for part in ("train", "val"))
     ptx_dataset = load_ptx_dataset(config, tokenizer)
+    highest_tokens = [dataset.highest_token for dataset in (train_dataset, val_dataset, ptx_dataset) if dataset]
+    check_tokens(config, tokenizer, max(highest_tokens))
     if config.trainer.pipeline_depth:  # a checkpoint then holds rows, with every field that they have
         with tempfile.TemporaryDirectory() as folder:
             train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
@@ -189,14 +193,42 @@ def check_models(config: PPOConfig) -> None:
                 "vocabulary."
             )
     for key, model in models.items():
-        pretrained.fetch_weights(model, key=key)
-        if isinstance(model, TrainedModelConfig) and model.lora_rank:
-            model_class = ValueModel if key == "critic.model" else PolicyModel
-            pretrained.empty_model(model, model_class.auto_class, key=key)  # checks what gets an adapter
-    for key, hf_config in configs.items():
-        if not key.startswith("reward_model"):
-            size_key, size = sequence_parallel(config, Role.Critic if key == "critic.model" else Role.Actor)
-            require_shares_of_heads(hf_config, size, size_key)
+        check_model_of_role(config, key, model)
+
+
+def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
+    """Raises ValueError for files that are missing or do not fit, and layers that the role's settings cannot compute.
+
+    A worker class of the user's own may make another model of the files, whose layers are not checked.
+    """
+    files = pretrained.fetch_weights(model, key=key)
+    role: Role
+    model_class: type[PackedModel]
+    if key.startswith("reward_model"):
+        role, model_class, size = Role.RewardModel, RewardModel, 1
+    else:
+        role, model_class = (Role.Critic, ValueModel) if key == "critic.model" else (Role.Actor, PolicyModel)
+        size_key, size = sequence_parallel(config, role)
+        require_shares_of_heads(pretrained.load_hf_config(model, key=key), size, size_key)
+    if role not in config.worker_classes:
+        makes_head = model_class is ValueModel
+        check_model(model, model_class, files, key=key, makes_head=makes_head, sequence_parallel_size=size)
+
+
+def check_tokens(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, highest: tuple[int, str]) -> None:
+    """Raises ValueError unless the policy has the tokens that end responses and the `highest` of the data, which comes
+    with its place."""
+    model = config.actor_rollout_ref.model
+    size = pretrained.load_hf_config(model, key="actor_rollout_ref.model").get_text_config().vocab_size
+    end_tokens, padding = special_token_ids(tokenizer, model.path)
+    tokens = [highest, (max(end_tokens), "an end of a response"), (padding, "the padding")]
+    for token, place in tokens:
+        if token >= size:
+            raise ValueError(
+                f"{place}: token {token} ({tokenizer.decode([token])!r}) is none of the {size} of the model at "
+                f"actor_rollout_ref.model.path={model.path}: set actor_rollout_ref.model.tokenizer_path to the model's "
+                "own tokenizer."
+            )
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -23,11 +23,12 @@ from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig,
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.pretrained import (
     check_sequence_length,
     check_tokenizer,
-    empty_model,
     fetch_weights,
+    load_hf_config,
     load_tokenizer,
 )
 from verl_like.workers.planning.partition import require_shares_of_heads
@@ -99,8 +100,12 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         check_machine([pool_of(config)], config.trainer.device, num_cpus, keys=keys)
     require_flash_attention(config.model.attn_implementation, "model")
     kind = KINDS[type(config)]
-    hf_config = empty_model(config.model, kind.worker.model_class.auto_class, key="model").config
-    fetch_weights(config.model, key="model")
+    hf_config = load_hf_config(config.model, key="model")
+    files = fetch_weights(config.model, key="model")
+    size = config.training.ulysses_sequence_parallel_size
+    require_shares_of_heads(hf_config, size, "training.ulysses_sequence_parallel_size")
+    model_class = kind.worker.model_class
+    check_model(config.model, model_class, files, key="model", makes_head=True, sequence_parallel_size=size)
     data, dataset = config.data, kind.dataset
     tokenizer = load_tokenizer(config.model)
     load = partial(
@@ -143,7 +148,6 @@ def check_lengths(
     advice = f"{place}: the conversation has {longest} tokens: {shorter}"
     check_sequence_length(hf_config, longest, f"model.path={config.model.path}", advice)
     ranks = training.ulysses_sequence_parallel_size
-    require_shares_of_heads(hf_config, ranks, "training.ulysses_sequence_parallel_size")
     tokens, place = max(one.largest for one in datasets)
     room = training.max_token_len_per_gpu * ranks
     if training.use_dynamic_bsz and tokens > room:

@@ -74,7 +74,18 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], torch.T
 """(query (1 H N D), key and value (1 G N D), sequences) -> (1 N H D)."""
 
 
-def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
+_NOT_COMPUTED = "which packed attention does not compute"
+_REFUSED = {
+    "attention_mask": "has an attention mask of its own",
+    "position_bias": "adds a bias to its attention logits",
+    "s_aux": "has attention sinks",
+    "indices": "attends to chosen tokens",
+    "block_indices": "attends to chosen blocks of tokens",
+}
+"""What models hand to transformers' attention beside queries, keys and values, and what they do with it."""
+
+
+def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     """What transformers calls in every layer: checks, the exchange of sequence parallelism, and `kernel`."""
 
     @torch.compiler.disable
@@ -85,31 +96,43 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        cu_seqlens: torch.Tensor,
-        sequence_lengths: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        sequence_lengths: torch.Tensor | None = None,
         sequence_parallel: SequenceExchange | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        **_: Any,
+        is_causal: bool | None = None,
+        **further: Any,
     ) -> tuple[torch.Tensor, None]:
         if dropout:
             raise ValueError(
                 f"The model trains with attention dropout {dropout}, which makes the probability ratio of a policy to "
                 "itself differ from 1; set model.override_config.attention_dropout=0."
             )
-        if s_aux is not None or not getattr(module, "is_causal", True):
-            kind = "attends to later tokens" if s_aux is None else "has attention sinks"
-            raise ValueError(f"{type(module).__name__} {kind}, which packed attention does not compute.")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise ValueError(f"{type(module).__name__} attends to later tokens, {_NOT_COMPUTED}.")
+        further["attention_mask"] = attention_mask
+        for name, what in _REFUSED.items():
+            if further.get(name) is not None:
+                raise ValueError(f"{type(module).__name__} {what}, {_NOT_COMPUTED}.")
+        if cu_seqlens is None or sequence_lengths is None:
+            raise ValueError(
+                f"{type(module).__name__} is not told where sequences begin, since the layers of the model do not hand "
+                "further arguments on to it; packed sequences would attend to each other."
+            )
+        value_size = value.size(-1)
+        if value_size < query.size(-1):
+            # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The exchange and some kernels need one size.
+            value = F.pad(value, (0, query.size(-1) - value_size))
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
         sequences = Sequences(sequence_lengths.tolist(), cu_seqlens, scaling, sliding_window, softcap)
         output = kernel(query, key, value, sequences)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
-        return output, None
+        return output[..., :value_size], None
 
     return attend
 
@@ -185,6 +208,6 @@ def packed_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, se
 
 # transformers gives names containing "flash" a meaning of its own, and builds no mask for names it does not know.
 _PACKED_NAMES = {"sdpa": "packed_sdpa", "varlen": "packed_varlen", "flash_attention_2": "packed_fa2"}
-AttentionInterface.register("packed_sdpa", _attention(packed_sdpa))
-AttentionInterface.register("packed_varlen", _attention(packed_varlen))
-AttentionInterface.register("packed_fa2", _attention(packed_flash))
+AttentionInterface.register("packed_sdpa", packed_attention(packed_sdpa))
+AttentionInterface.register("packed_varlen", packed_attention(packed_varlen))
+AttentionInterface.register("packed_fa2", packed_attention(packed_flash))

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,46 @@ def load_pretrained(
             os.path.expanduser(config.path), config=hf_config, output_loading_info=True, **options
         )
         add_adapter(model, decoder_layers(model), config, key)
-    new_head = () if new_head_seed is None else ("score.", "classifier.")
-    missing = [name for name in report["missing_keys"] if not name.startswith(new_head)]
+    require_weights(report["missing_keys"], model, config, key=key, makes_head=new_head_seed is not None)
+    require_finite(model, config, key=key)
+    return model
+
+
+def require_weights(
+    missing: Collection[str], model: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
+) -> None:
+    """Raises ValueError for weights that the model's files lack, but for those of a head that the role makes."""
+    new_head = ("score.", "classifier.") if makes_head else ()
+    missing = sorted(name for name in missing if not name.startswith(new_head))
     if missing:
         raise ValueError(
             f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: {missing}; "
             "give a model that was trained for this task."
         )
-    return model
+
+
+def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> None:
+    """Raises ValueError for a weight that is NaN or infinite, with the file and the tensor that it is from."""
+    bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    if not bad:
+        return
+    path = os.path.expanduser(config.path)
+    folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
+    places = []
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as content:
+            places += [f"{name} of {file}" for name in content.keys() if not _is_finite(content.get_tensor(name))]  # noqa: SIM118
+    raise ValueError(
+        f"{model_setting(key, 'path')}={config.path} has weights that are NaN or infinite: "
+        f"{', '.join(places or bad)}; give a model that is whole."
+    )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    extremes = torch.stack(torch.aminmax(tensor.detach()))  # both are NaN where one value is
+    return bool(extremes.isfinite().all())
 
 
 def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrainedModel:
@@ -179,8 +211,9 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, 
         raise ValueError(f"{model} has {limit} {kind}; {advice}, or choose another model.")
 
 
-def fetch_weights(config: ModelConfig, *, key: str) -> None:
-    """Downloads a model of the hub into this machine's cache, so that no rank does it while others wait for that rank.
+def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
+    """The files of a model's weights. One of the hub is downloaded into this machine's cache, so that no rank does it
+    while others wait for that rank.
 
     Raises ValueError if there are no weights, or a file that is cut.
     """
@@ -198,7 +231,7 @@ def fetch_weights(config: ModelConfig, *, key: str) -> None:
                     safe_open(file, "pt")  # reads the header, which says how long the file is
                 except SafetensorError as error:
                     raise ValueError(f"{path_key}={config.path}: {file} is damaged ({error}); copy it anew") from error
-            return
+            return sorted(files)
         wanted = ["*.bin", "*.bin.index.json"]
     raise ValueError(
         f"{path_key}={config.path}: {folder} has no weights (*.safetensors or *.bin); where the hub cannot be reached, "

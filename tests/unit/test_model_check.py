@@ -1,0 +1,132 @@
+"""Models that would be computed wrongly, or not at all, are refused from their files and configuration alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_worker_models import VOCABULARY
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    DeepseekV3Config,
+    DogeConfig,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    NemotronConfig,
+    PretrainedConfig,
+    StableLmConfig,
+)
+
+from verl_like.workers.config.engine import ForwardFsdpConfig
+from verl_like.workers.config.models import ModelConfig
+from verl_like.workers.models.model_check import check_model
+from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
+from verl_like.workers.models.pretrained import fetch_weights, load_pretrained
+
+TINY = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = DeepseekV3Config(
+    **TINY | EXPERTS | {"num_key_value_heads": 4}, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1,
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+)  # fmt: skip
+
+
+def save(config: PretrainedConfig, folder: Path) -> ModelConfig:
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+def check(model: ModelConfig, model_class: type = PolicyModel, **options: object) -> None:
+    check_model(model, model_class, fetch_weights(model, key="m"), key="m", **options)
+
+
+@pytest.mark.parametrize("sequence_parallel_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**TINY),
+        Gemma2Config(**TINY, head_dim=8, sliding_window=3),
+        MixtralConfig(**TINY, num_local_experts=3),
+        DEEPSEEK,
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_that_packed_attention_computes_pass(
+    tmp_path: Path, config: PretrainedConfig, sequence_parallel_size: int
+):
+    check(save(config, tmp_path), sequence_parallel_size=sequence_parallel_size)
+
+
+@pytest.mark.parametrize("sequence_parallel_size", [1, 2])
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (DogeConfig(**TINY), "DogeAttention has an attention mask of its own, which packed attention does not compute"),
+        (GptOssConfig(**TINY, head_dim=8, num_local_experts=2), "GptOssAttention has attention sinks"),
+        (StableLmConfig(**TINY), "StableLmAttention is not told where sequences begin"),
+        (NemotronConfig(**TINY), "NemotronAttention is not told where sequences begin"),
+        (FalconConfig(**TINY), "FalconDecoderLayer does not compute attention by transformers' interface"),
+        (
+            BartConfig(**TINY, d_model=32, decoder_layers=2, decoder_ffn_dim=48, decoder_attention_heads=4),
+            "BartDecoderWrapper takes no position ids, so packed sequences would change each other",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_models_that_packed_attention_would_compute_wrongly_are_refused(
+    tmp_path: Path, config: PretrainedConfig, reason: str, sequence_parallel_size: int
+):
+    with pytest.raises(ValueError, match=f"m.path={tmp_path}: {reason}"):
+        check(save(config, tmp_path), sequence_parallel_size=sequence_parallel_size)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**TINY), MixtralConfig(**TINY)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    ("change", "name"), [({"vocab_size": 50}, "lm_head.weight is"), ({"intermediate_size": 40}, "model.layers.0.mlp")]
+)
+def test_weights_of_other_shapes_than_the_configuration_says_are_refused(
+    tmp_path: Path, config: PretrainedConfig, change: dict[str, int], name: str
+):
+    model = save(config, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(ValueError, match=rf"m.path={tmp_path} does not fit its configuration: {name}"):
+        check(model)
+
+
+def test_a_head_that_is_missing_is_refused_unless_the_role_makes_one(tmp_path: Path):
+    model = save(LlamaConfig(**TINY), tmp_path)
+    with pytest.raises(ValueError, match=r"lacks weights of LlamaForSequenceClassification: \['score.weight'\]"):
+        check(model, RewardModel)
+    check(model, ValueModel, makes_head=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path: Path, value: float):
+    model = save(LlamaConfig(**TINY), tmp_path)
+    (file,) = fetch_weights(model, key="m")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, file, {"format": "pt"})
+    load = {"key": "m", "device": "cpu", "weights": True}
+    with pytest.raises(ValueError, match=rf"NaN or infinite: model.layers.1.mlp.up_proj.weight of {file}; give"):
+        load_pretrained(AutoModelForCausalLM, model, ForwardFsdpConfig(dtype="float32"), **load)
+
+
+def test_of_weights_in_a_pickle_the_layers_alone_are_checked(tmp_path: Path):
+    model = save(LlamaConfig(**TINY), tmp_path)
+    (file,) = fetch_weights(model, key="m")
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    file.unlink()
+    check(model)
+    StableLmConfig(**TINY).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="StableLmAttention is not told"):
+        check(model)

@@ -1,0 +1,191 @@
+"""Checks a model before a run starts, without its weights: whether its files fit its configuration, and whether its
+layers compute packed sequences. All of it happens on torch's meta device, without memory."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from verl_like.workers.config.models import ModelConfig
+from verl_like.workers.models.attention import Sequences, packed_attention
+from verl_like.workers.models.lora import add_adapter
+from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packing import PackedBatch
+from verl_like.workers.models.pretrained import decoder_layers, load_hf_config, model_setting, require_weights
+from verl_like.workers.models.sequence_exchange import SequenceExchange
+
+_ATTENTION = "packed_trial"
+_LENGTHS = [5, 7]
+"""Of the sequences of a trial: 2 ranks that share them meet in the middle of the second."""
+
+
+def check_model(
+    config: ModelConfig,
+    model_class: type[PackedModel],
+    files: Sequence[Path],
+    *,
+    key: str,
+    makes_head: bool = False,
+    sequence_parallel_size: int = 1,
+) -> None:
+    """Raises ValueError for weights that do not fit the model's configuration, a head or layers that are not supported,
+    and as `load_hf_config` and `add_adapter`.
+
+    Args:
+        config: path, overrides of the model's own configuration, adapter.
+        model_class: what the role makes of it.
+        files: the model's weights.
+        key: the configuration key of `config`, for messages.
+        makes_head: whether the role makes a head of its own where the files have none.
+        sequence_parallel_size: ranks that share each batch.
+    """
+    what = f"{model_setting(key, 'path')}={config.path}"
+    hf_config = load_hf_config(config, key=key)
+    if model_class.auto_class is not AutoModelForCausalLM:
+        hf_config.num_labels = 1
+    is_own_code = config.trust_remote_code and getattr(hf_config, "auto_map", None)
+    if type(hf_config) not in model_class.auto_class._model_mapping and not is_own_code:
+        task = model_class.auto_class.__name__.removeprefix("AutoModelFor")
+        raise ValueError(f"{what} is a {hf_config.model_type}, of which transformers has no model for {task}.")
+    with torch.device("meta"):
+        hf = model_class.auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    if all(file.suffix == ".safetensors" for file in files):  # others are pickles, which only transformers reads
+        hf, report = load_shapes(type(hf), hf_config, files)
+        check_shapes(report, hf, config, key=key, makes_head=makes_head)
+    add_adapter(hf, decoder_layers(hf), config, key)
+    if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
+        raise ValueError(f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}.")
+    try:
+        Trial(model_class(hf)).run(sequence_parallel_size)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def load_shapes(
+    hf_class: type[PreTrainedModel], hf_config: PretrainedConfig, files: Sequence[Path]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model that transformers loads from the files, without values, and what it reports about them."""
+    shapes: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (no dictionary)
+                shapes[name] = torch.empty(content.get_slice(name).get_shape(), device="meta")
+    loader: Any = hf_class
+    with _quiet_transformers():
+        return loader.from_pretrained(
+            None,
+            config=hf_config,
+            state_dict=shapes,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+
+
+def check_shapes(
+    report: dict[str, Any], hf: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
+) -> None:
+    """Raises ValueError for tensors that have other shapes than the configuration says, or are missing."""
+    for name, in_files, expected in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} is {list(in_files)} in "
+            f"its files, and {list(expected)} by its config.json with {model_setting(key, 'override_config')}; "
+            "correct these."
+        )
+    require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Within it transformers shows neither progress nor its table of weights that do not fit."""
+    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.set_verbosity(verbosity)
+    if has_progress_bar:
+        logging.enable_progress_bar()
+
+
+_NOT_PACKED = "so packed sequences would change each other; choose another model"
+
+
+class Trial:
+    """A pass of a model on the meta device, in which attention computes nothing and is counted in each layer."""
+
+    def __init__(self, model: PackedModel) -> None:
+        AttentionInterface.register(_ATTENTION, packed_attention(self._count))
+        hf = model.hf
+        hf.set_attn_implementation(_ATTENTION)
+        if type(hf)._can_set_experts_implementation():
+            hf.set_experts_implementation("batched_mm")  # the others look at which experts were chosen
+        self.model = model.train()
+        self.num_calls = 0
+        self.num_before_layer = 0
+        self.without_attention: set[str] = set()
+        """Classes of the layers that ran and did not call attention."""
+        for layer in decoder_layers(hf):
+            layer.register_forward_pre_hook(self._begin_layer)
+            layer.register_forward_hook(self._end_layer)
+
+    def run(self, sequence_parallel_size: int) -> None:
+        """Raises ValueError unless packed attention computes all that the layers ask of it."""
+        try:
+            self.model.hidden_states(_trial_batch(sequence_parallel_size))
+        except ValueError:
+            raise
+        except Exception as error:  # the code of a model may raise anything
+            if isinstance(error, NotImplementedError) or "meta" in str(error):
+                return  # it needs values; attention checks the same in the first pass that has them
+            raise ValueError(f"a pass over packed sequences fails ({type(error).__name__}: {error}).") from error
+        if self.without_attention or not self.num_calls:
+            names = ", ".join(sorted(self.without_attention)) or type(self.model.hf).__name__
+            raise ValueError(f"{names} does not compute attention by transformers' interface for it, {_NOT_PACKED}.")
+
+    def _count(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        self.num_calls += 1
+        return query.transpose(1, 2).contiguous()
+
+    def _begin_layer(self, layer: nn.Module, inputs: Any) -> None:
+        self.num_before_layer = self.num_calls
+
+    def _end_layer(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self.num_calls == self.num_before_layer:
+            self.without_attention.add(type(layer).__name__)
+
+
+def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
+    """Two sequences, or the share of them that one of several ranks has."""
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+    batch = PackedBatch(
+        input_ids=torch.ones_like(positions)[None],
+        position_ids=positions[None],
+        cu_seqlens=torch.tensor([0, *_LENGTHS]).cumsum(0).int(),
+        sequence_lengths=_LENGTHS,
+        scored=torch.arange(1),
+        labels=torch.ones(1, dtype=torch.int64),
+        response_mask=torch.ones(1, 1, dtype=torch.bool),
+    )
+    if sequence_parallel_size > 1:
+        batch = batch.shard(_NoExchange(sequence_parallel_size))
+    on_meta = {name: getattr(batch, name).to("meta") for name in ("input_ids", "position_ids", "cu_seqlens")}
+    return replace(batch, **on_meta)
+
+
+class _NoExchange(SequenceExchange):
+    """The exchange of the first of some ranks that do not exist: tensors of the right shapes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rank = 0
+
+    def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
+        return by_rank.contiguous()
