@@ -19,6 +19,8 @@ from step_terms import kl_estimate, ptx_loss
 
 Settings = dict[str, object]
 ACTOR = "actor_rollout_ref.actor"
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
+"""Where it is not given, that of the policy loss, which is token-mean for those here."""
 RESPONSE_LENGTH = "actor_rollout_ref.rollout.response_length"
 
 FOLLOWS = {
@@ -26,7 +28,7 @@ FOLLOWS = {
     f"{ACTOR}.clip_ratio_high": f"{ACTOR}.clip_ratio",
     "critic.ppo_mini_batch_size": f"{ACTOR}.ppo_mini_batch_size",
     "critic.ppo_epochs": f"{ACTOR}.ppo_epochs",
-    "critic.loss_agg_mode": f"{ACTOR}.loss_agg_mode",
+    "critic.loss_agg_mode": AGGREGATION,
     RESPONSE_LENGTH: "data.max_response_length",
 }
 """Keys that have the value of another one unless they are given."""
@@ -84,6 +86,8 @@ class Run:
     """A run between steps."""
 
     def __init__(self, settings: Settings) -> None:
+        if settings[AGGREGATION] is None:
+            settings = settings | {AGGREGATION: "token-mean"}
         settings = settings | {key: settings[other] for key, other in FOLLOWS.items() if settings[key] is None}
         self.settings = settings
         path, changes = settings["actor_rollout_ref.model.path"], settings["actor_rollout_ref.model.override_config"]

@@ -10,7 +10,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_inputs import check_models, check_policy_loss, check_teacher
+from verl_like.trainer.ppo_inputs import check_models, check_policy_loss, check_teacher, notes_on_aggregation
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker
@@ -90,11 +90,42 @@ def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_r
 
 
 @pytest.mark.parametrize("loss", ["sapo", "geo_mean"])
-def test_a_loss_defined_for_one_aggregation_refuses_the_others(loss):
+def test_a_loss_defined_for_one_aggregation_has_it_and_refuses_the_others(loss):
     files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", f"{LOSS}.loss_mode={loss}"]
+    config = load_ppo_config(files)
+    assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
+    check_policy_loss(config, {})
     with pytest.raises(ValueError, match=f"the policy loss {loss} is defined only for seq-mean-token-mean; set that"):
-        check_policy_loss(load_ppo_config(files), {})
-    check_policy_loss(load_ppo_config([*files, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]), {})
+        check_policy_loss(load_ppo_config([*files, "actor_rollout_ref.actor.loss_agg_mode=token-mean"]), {})
+
+
+def test_gspo_takes_the_mean_of_responses_unless_another_aggregation_is_set_which_it_warns_of():
+    files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c"]
+    modes = {}
+    for loss in ("vanilla", "gspo"):
+        config = load_ppo_config([*files, f"{LOSS}.loss_mode={loss}"])
+        modes[loss] = config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode
+        assert notes_on_aggregation(config) == []
+    assert modes == {"vanilla": ("token-mean",) * 2, "gspo": ("seq-mean-token-mean",) * 2}
+    for loss, num_warnings in (("vanilla", 0), ("gspo", 1)):
+        set_mode = "actor_rollout_ref.actor.loss_agg_mode=token-sum"
+        config = load_ppo_config([*files, f"{LOSS}.loss_mode={loss}", set_mode])
+        assert config.actor_rollout_ref.actor.loss_agg_mode == "token-sum"
+        notes = notes_on_aggregation(config)
+        assert len(notes) == num_warnings
+        assert all("loss_agg_mode=token-sum, but the paper of the policy loss gspo takes seq-mean" in n for n in notes)
+
+
+def test_the_aggregation_of_a_loss_of_a_plugin_is_that_of_its_signature(tmp_path, monkeypatch):
+    signature = "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode='seq-mean-token-sum', config=None"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "summing_plugin.py").write_text(
+        "from verl_like.algorithms.policy_losses import register_policy_loss\n"
+        f"@register_policy_loss('summed')\ndef summed({signature}): ...\n"
+    )
+    files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "plugins=[summing_plugin]"]
+    config = load_ppo_config([*files, f"{LOSS}.loss_mode=summed"])
+    assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum"
 
 
 def test_what_is_wrong_with_a_teacher_is_said_of_the_keys_that_set_it(tmp_path):

@@ -23,6 +23,7 @@ from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
+from verl_like.trainer.config.presets import aggregation_of_loss
 from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_actor, sequence_parallel
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.machine import check_machine
@@ -109,6 +110,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     notes += [f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)"] if ptx_dataset else []
     notes += [memory] if memory else []
+    notes += notes_on_aggregation(config)
     return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes), ptx_dataset)
 
 
@@ -146,6 +148,19 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
             "writes: add a custom role that does or, where the loss has that option, set "
             f"{TEACHER_PATH} to the folder or hub name of a model"
         )
+
+
+def notes_on_aggregation(config: PPOConfig) -> list[str]:
+    """A warning where the policy loss is defined with another aggregation than the one that is set."""
+    actor = config.actor_rollout_ref.actor
+    name, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    own = aggregation_of_loss(name)
+    if own in (mode, "token-mean"):  # token-mean stands for losses that are not tied to a mode
+        return []
+    return [
+        f"Warning: actor_rollout_ref.actor.loss_agg_mode={mode}, but the paper of the policy loss {name} takes {own}: "
+        "responses weigh otherwise than there; remove the key for the paper's loss."
+    ]
 
 
 def check_environment(config: PPOConfig) -> None:

@@ -7,10 +7,10 @@
 `grpo` normalises the sum of the rewards, in which one with a large spread outweighs the others. Here each counts by its
 weight w_k. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and
 with skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets
-0. Where a row lacks reward k, a number that the reward function did not return for it, the row is as if it were
-skipped for that reward alone: A_ik is 0, and mean_k and std_k are those of the other rows.
-`algorithm.use_kl_in_reward` and `reward.overlong_buffer` change the sum of the rewards, which is not read: they are
-refused. verl ignores the KL penalty, and falls back to the sum of the rewards where the keys are not given.
+0. Where a row lacks reward k, a number that the reward function did not return for it, the row is as if it were skipped
+for that reward alone: A_ik is 0, and mean_k and std_k are those of the other rows. `algorithm.use_kl_in_reward` and
+`reward.overlong_buffer` change the sum of the rewards, which is not read: they are refused. verl ignores the KL
+penalty, and falls back to the sum of the rewards where the keys are not given.
 
 Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
 """

@@ -12,11 +12,12 @@ With `d = log_prob - old_log_prob`, clamped to [-20, 20], and `d_clip = clip(d, 
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` bound the logarithm of the
-ratio; the paper takes 0.4. The loss is one number per response, so `actor.loss_agg_mode` must be seq-mean-token-mean;
-verl takes the mean over the responses of a micro-batch, skipped ones included, whatever the key says, and does not
-clamp d. The paper has one advantage per response; of advantages that differ by token, as with `gae`, the mean is
-taken, as in verl. A response's weight is the geometric mean of `rollout_is_weights`, each plus 1e-10, so that one token
-of weight 0 does not remove the response. Tokens that a tool wrote or a correction removed enter none of the means.
+ratio; the paper takes 0.4. The loss is one number per response: `actor.loss_agg_mode` is seq-mean-token-mean with it,
+and another mode is refused; verl takes the mean over the responses of a micro-batch, skipped ones included, whatever
+the key says, and does not clamp d. The paper has one advantage per response; of advantages that differ by token, as
+with `gae`, the mean is taken, as in verl. A response's weight is the geometric mean of `rollout_is_weights`, each plus
+1e-10, so that one token of weight 0 does not remove the response. Tokens that a tool wrote or a correction removed
+enter none of the means.
 """
 
 from typing import Literal

@@ -15,9 +15,10 @@ s_t has the value of s and the gradient of token t alone (GSPO-token, section 4.
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The ratio of a whole response
 moves far less than a token's: the paper takes 3e-4 and 4e-4. The paper's loss is the mean over responses of the mean
-over tokens, `loss_agg_mode=seq-mean-token-mean`; other modes are computed as asked, as in verl. Tokens that a tool
-wrote or a correction removed enter neither the ratio nor the length. verl also reports `actor/pg_clipfrac_lower`,
-always 0.
+over tokens, which is what `loss_agg_mode` is with this loss where it is not set: seq-mean-token-mean. Another mode that
+is set is computed, with a warning when the run starts. In verl the key is token-mean also for this loss, unless it is
+set; early versions took the paper's mean whatever it said. Tokens that a tool wrote or a correction removed enter
+neither the ratio nor the length. verl also reports `actor/pg_clipfrac_lower`, always 0.
 """
 
 import torch

@@ -7,8 +7,9 @@
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
 It differs from `gpg` in its metric. With `algorithm.rollout_correction.rollout_is` it is the policy gradient with
-truncated importance weights. In verl the function has no name for `loss_mode`, and its first parameter is called
-rollout_log_prob.
+truncated importance weights. The papers take the mean over responses of the sum over tokens,
+`loss_agg_mode=seq-mean-token-sum`; the gradient of token-mean points the same way. In verl the function has no name for
+`loss_mode`, and its first parameter is called rollout_log_prob.
 """
 
 import torch

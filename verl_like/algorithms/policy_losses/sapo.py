@@ -10,9 +10,9 @@ The gate's slope is 1 at r = 1 and goes to 0 on both sides.
 |---|---|
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-The loss is defined as the mean over responses of the mean over tokens, so `actor.loss_agg_mode` must be
-seq-mean-token-mean; verl uses that mode whatever the key says. verl also reports `actor/pg_clipfrac` and
-`actor/pg_clipfrac_lower`, which are always 0.
+The loss is defined as the mean over responses of the mean over tokens: `actor.loss_agg_mode` is seq-mean-token-mean
+with it, and another mode is refused; verl uses that mode whatever the key says. verl also reports `actor/pg_clipfrac`
+and `actor/pg_clipfrac_lower`, which are always 0.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -27,11 +27,14 @@ from verl_like.algorithms.registry import AlgorithmOptions, options_class
 from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 from verl_like.plugins import import_plugins
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.config.presets import float_of_device, half_cluster, whole_cluster
+from verl_like.trainer.config.presets import aggregation_of_loss, float_of_device, half_cluster, whole_cluster
 from verl_like.trainer.config.run_config import RunConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
 Schema = TypeVar("Schema", bound=RunConfig)
+
+for resolver in (whole_cluster, half_cluster, float_of_device, aggregation_of_loss):
+    OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
 def load_config(
@@ -64,14 +67,12 @@ def load_config(
 
     missing = [f"{'.'.join(key)}: this key has no default, set it" for key, value in _values_of(raw) if value == "???"]
     _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *missing])
-    try:
-        resolved: Any = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        raise _config_error(error) from error
+    resolved = _resolved(composed)
     config = _validated(schema, resolved, schema.base_name)  # first without the algorithms, whose files load torch
     options = _algorithm_options(schema, names, config.plugins)
     paths = [f"{declared.section}.{name}" for declared in options for name in declared.model_fields]
     _raise_if_any(list(_unknown_keys(schema, raw, lambda path, _: path in paths, paths)))
+    resolved = _resolved(composed)  # again: some keys follow what the chosen algorithms declare
     for declared in options:
         block = functools.reduce(dict.__getitem__, declared.section.split("."), resolved)
         given = {name: block[name] for name in declared.model_fields if name in block}
@@ -79,6 +80,14 @@ def load_config(
     config = _validated(schema, resolved, schema.base_name)
     _raise_if_any(list(rules(config)))
     return config
+
+
+def _resolved(composed: DictConfig) -> Any:
+    """The tree as plain data, with the values of the keys that others follow."""
+    try:
+        return OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise _config_error(error) from error
 
 
 def _algorithm_options(
@@ -135,9 +144,6 @@ def compose_tree(
     schema: type[RunConfig], overrides: Sequence[str], config_name: str | None = None, config_dir: str | None = None
 ) -> DictConfig:
     """The composed tree before it is resolved and checked."""
-    OmegaConf.register_new_resolver("whole_cluster", whole_cluster, replace=True)
-    OmegaConf.register_new_resolver("half_cluster", half_cluster, replace=True)
-    OmegaConf.register_new_resolver("float_of_device", float_of_device, replace=True)
     OmegaConf.register_new_resolver("name_of_trainer", lambda: schema.base_name.removesuffix("_trainer"), replace=True)
     store, presets = ConfigStore.instance(), [{name: default} for name, default in schema.presets.items()]
     store.store(name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)})

@@ -1,5 +1,8 @@
-"""Pool sizes of the YAML presets, such as `${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
+"""Values that follow other keys, such as `${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
 
+import inspect
+
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.trainer.config.errors import ConfigError
 
 
@@ -37,6 +40,17 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
 def float_of_device(device: str) -> str:
     """The data type in which a device computes by default."""
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def aggregation_of_loss(loss_mode: str) -> str:
+    """The aggregation that a policy loss is defined with: the default of its parameter `loss_agg_mode`.
+
+    token-mean for a loss without such a default, and as long as its file is not imported.
+    """
+    function = POLICY_LOSSES.functions.get(loss_mode)
+    parameters = inspect.signature(function).parameters if function else {}
+    default = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None
+    return default if isinstance(default, str) else "token-mean"
 
 
 def _require_positive_integers(nnodes: object, n_gpus_per_node: object) -> None:

@@ -47,9 +47,12 @@ class ActorConfig(OpenConfigModel):
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual-clip PPO: bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    loss_agg_mode: LossAggMode = "token-mean"
+    loss_agg_mode: Annotated[
+        LossAggMode, Follows("${aggregation_of_loss:${actor_rollout_ref.actor.policy_loss.loss_mode}}")
+    ]
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
-    seq-mean-token-sum-norm (divided by the padded response length)."""
+    seq-mean-token-sum-norm (divided by the padded response length). By default the one that the policy loss is defined
+    with: seq-mean-token-mean for geo_mean, gspo and sapo, token-mean for the others."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus that is subtracted from the loss; 0 switches it off."""
     use_kl_loss: bool = False
