@@ -215,6 +215,33 @@ def test_training_computes_what_transformers_and_numpy_do(settings: list[str], m
         assert not torch.equal(new[name], old[name]) and not torch.equal(online, old[name.removeprefix("target_")])
 
 
+def heads_of(group: LocalWorkerGroup) -> dict[str, torch.Tensor]:
+    """Copies of the heads as the worker holds them."""
+    parameters = group.workers[0].engine.named_parameters()
+    return {name: p.detach().full_tensor().clone() for name, p in parameters if name.startswith("heads.")}
+
+
+@pytest.mark.parametrize("settings", [[], ADAPTER, ["model.fsdp_config.dtype=bfloat16"]])
+def test_of_a_model_in_bfloat16_the_targets_are_averages_in_float32(
+    settings: list[str], model_path: str, tmp_path: Path
+):
+    own = ["model.fsdp_config.model_dtype=bfloat16", "training.polyak=0.004", *settings]
+    group, batch = start(config_of(model_path, tmp_path, *own))
+    expected = {name: head.double() for name, head in heads_of(group).items() if "target_" in name}
+    for _ in range(4):
+        group.update_model(batch).get()
+        heads = heads_of(group)
+        for name, average in expected.items():
+            average += 0.004 * (heads[name.replace("target_", "")].double() - average)
+    for name, average in expected.items():
+        assert heads[name].dtype == torch.float32 and heads[name.replace("target_", "")].dtype == torch.bfloat16
+        torch.testing.assert_close(heads[name].double(), average, rtol=1e-6, atol=1e-9)
+    group.save_checkpoint(str(tmp_path / "role/checkpoint"))
+    restored, _ = start(config_of(model_path, tmp_path, *own))
+    restored.load_checkpoint(str(tmp_path / "role/checkpoint"))
+    assert all(torch.equal(value, heads[name]) for name, value in heads_of(restored).items())
+
+
 @pytest.mark.parametrize("settings", [[], ADAPTER])
 def test_a_checkpoint_has_all_heads_and_its_export_is_the_folder_that_the_workers_write(
     settings: list[str], model_path: str, tmp_path: Path

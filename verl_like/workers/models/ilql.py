@@ -21,7 +21,8 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
     """The heads in the folder of the model; torch's generator draws new ones where it has none.
 
     `q1`, `q2`: (..., D) -> (..., V), the value of each token as the next one. `target_q1`, `target_q2`: their running
-    averages, without gradients. `value`: (..., D) -> (..., 1), that of the text so far.
+    averages, without gradients, and in float32, since a step of an average is below the rounding of bfloat16. `value`:
+    (..., D) -> (..., 1), that of the text so far.
     """
     embeddings = hf.get_output_embeddings().weight
     num_tokens, size = embeddings.shape
@@ -31,7 +32,7 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
             layers = nn.Linear(size, 2 * size), nn.ReLU(), nn.Linear(2 * size, num_outputs, bias=False)
             heads[name] = nn.Sequential(*layers).to(embeddings.dtype)
     for name in ("q1", "q2"):
-        heads[f"target_{name}"] = copy.deepcopy(heads[name]).requires_grad_(False)
+        heads[f"target_{name}"] = copy.deepcopy(heads[name]).float().requires_grad_(False)
     file = Path(hf.name_or_path, HEADS_FILE)
     if file.is_file() and not embeddings.is_meta:
         heads.load_state_dict(load_file(file))
@@ -77,7 +78,7 @@ class AdvantageWeighting(LogitsProcessor):
     def __init__(self, model: PreTrainedModel, beta: float) -> None:
         if not Path(model.name_or_path, HEADS_FILE).is_file():
             raise ValueError(f"{model.name_or_path} has no {HEADS_FILE}: load the model from an export of main_ilql")
-        self.heads, self.beta = ilql_heads(model), beta
+        self.heads, self.beta = ilql_heads(model).to(model.dtype), beta
         model.get_output_embeddings().register_forward_pre_hook(self._keep)
 
     def _keep(self, head: nn.Module, inputs: tuple[Any, ...]) -> None:
