@@ -17,6 +17,8 @@ def kl_estimate(log_prob: torch.Tensor, reference: torch.Tensor, name: str) -> t
 def ptx_loss(model: Llama, settings: dict[str, object], step: int) -> torch.Tensor:
     """The mean of -log p over all tokens but the first of each text of an optimizer step (arXiv:2203.02155, eq. 2).
 
+    An end-of-sequence token follows each text.
+
     Each epoch takes the texts in a random order, and leaves out those at its end that fill no step.
     """
     size, order = settings["data.ptx_batch_size"], np.arange(len(world.TEXTS))
@@ -24,7 +26,7 @@ def ptx_loss(model: Llama, settings: dict[str, object], step: int) -> torch.Tens
     order = np.random.RandomState([settings["trainer.seed"], epoch]).permutation(order)
     losses = []
     for number in order[place * size : (place + 1) * size].tolist():
-        tokens = world.encode(world.TEXTS[number])
+        tokens = [*world.encode(world.TEXTS[number]), world.EOS]
         logits_TV = model.hidden_states(tokens) @ model.parameters["lm_head.weight"].T
         losses.append(-torch.log_softmax(logits_TV[:-1], dim=-1)[range(len(tokens) - 1), tokens[1:]])
     return torch.cat(losses).mean()

@@ -67,10 +67,10 @@ def test_all_tokens_of_a_text_but_the_first_are_learned_and_a_long_row_is_cut(ti
     dataset = load_ptx_dataset(config, tokenizer)
     columns = dataset.collate(range(3)).tensors()
     tokens = tokenizer.convert_ids_to_tokens(columns["input_ids"][0].tolist())
-    assert "".join(tokens[:8]) == "12+34=46" and columns["attention_mask"].sum(-1)[[0, 2]].tolist() == [8, 12]
-    assert columns["response_mask"].sum(-1)[[0, 2]].tolist() == [7, 11] and dataset.num_truncated == 1
+    assert "".join(tokens[:9]) == "12+34=46<eos>" and columns["attention_mask"].sum(-1)[[0, 2]].tolist() == [9, 12]
+    assert columns["response_mask"].sum(-1)[[0, 2]].tolist() == [8, 11] and dataset.num_truncated == 1
     assert 0 < columns["response_mask"][1].sum() < columns["attention_mask"][1].sum() - 1, "a conversation"
-    file.write_text('{"text": "1"}')
+    file.write_text('{"text": ""}')
     with pytest.raises(ValueError, match="row 0: none of the 1 tokens is learned"):
         ConversationDataset([str(file)], tokenizer, max_length=9)
     file.write_text(json.dumps(rows[0]))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +17,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
 from verl_like.trainer.supervised.run_supervised import check_inputs, worker_arguments
+from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 
 TEMPLATE = (
@@ -73,6 +75,32 @@ def test_what_assistants_write_is_learned_with_the_end_of_their_turns(load: Call
     assert learned_text(dataset, 0, model_path) == "....cde<eos>...g<eos>"
     assert learned_text(dataset, 1, model_path) == "....cd<eos>"
     assert learned_text(dataset, 2, model_path) == "....c<eos>"
+
+
+def test_a_text_is_learned_with_an_end_of_sequence_token_which_it_gets_once(load: Callable, model_path: str):
+    dataset = load({"text": "abc"}, {"text": "abc<eos>"}, {"text": "ab<eos>c"}, {"text": "abcdef"}, max_length=7)
+    texts = [learned_text(dataset, row, model_path) for row in range(4)]
+    assert texts == [".bc<eos>", ".bc<eos>", ".b<eos>c<eos>", ".bcdef<eos>"]
+    assert dataset.longest[0] == 7 and dataset.learns_to_end
+    cut = load({"text": "abcdef"}, max_length=6, overlong="truncate")
+    assert learned_text(cut, 0, model_path) == ".bcdef" and not cut.learns_to_end
+
+
+def test_a_text_without_an_end_of_sequence_token_to_add_is_refused(model_path: str, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 0: field 'text' ends with an end-of-sequence token, which"):
+        ConversationDataset([write_rows(tmp_path / "rows.jsonl", [{"text": "ab"}])], tokenizer, max_length=9)
+
+
+def test_a_run_warns_of_a_template_that_writes_no_end_behind_answers(model_path: str, tiny_llama: Callable, tmp_path):
+    endless = tiny_llama(template=TEMPLATE.replace("{{ '<eos>' if m['role'] == 'assistant' }}", ""))[0]
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "response": "cde"}])
+    warned = {}
+    for path in (model_path, endless):
+        notes = check_inputs(config_of(path, file, "data.train_batch_size=1"), None).notes
+        warned[path] = [note for note in notes if "does not learn to end" in note]
+    assert [len(notes) for notes in warned.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +163,31 @@ def test_the_loss_is_the_mean_over_the_learned_tokens_of_the_batch(
     )
     assert losses[0]["sft/num_tokens"] == 4 + 2 + 8
     assert losses[2]["sft/loss"] < losses[1]["sft/loss"] < losses[0]["sft/loss"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_of_an_epoch_come_in_random_order_or_as_they_are(shuffle: bool, load: Callable, model_path: str):
+    rows = "abcdefgh"
+    dataset, order = load(*({"text": letter} for letter in rows)), []
+    settings = [f"data.shuffle={shuffle}", "data.train_batch_size=1", "trainer.seed=3"]
+    trainer = SupervisedTrainer(config_of(model_path, "unused", *settings), dataset, None, None, None)
+    trainer.step = lambda batch: order.append(int(batch.tensors()["input_ids"][0, 0])) or {}
+    for trainer.global_step in range(1, 17):
+        assert trainer.next_step() == {"training/epoch": (trainer.global_step - 1) // 8}
+    in_file = [int(dataset.collate([row]).tensors()["input_ids"][0, 0]) for row in range(8)]
+    assert sorted(order[:8]) == sorted(order[8:]) == sorted(in_file)
+    permutations = [np.random.RandomState([3, epoch]).permutation(8) if shuffle else range(8) for epoch in (0, 1)]
+    assert order == [in_file[row] for epoch in permutations for row in epoch]
+
+
+def test_training_and_validation_rows_have_a_limit_each(model_path: str, tmp_path: Path):
+    rows = [{"prompt": "ab", "response": letter} for letter in "cdefgh"]
+    train, val = (write_rows(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
+    for limits, lengths in (((2, -1), [2, 6]), ((-1, 3), [6, 3]), ((5, 1), [5, 1])):
+        settings = [f"data.val_files={val}", "data.train_batch_size=1"]
+        settings += [f"data.train_max_samples={limits[0]}", f"data.val_max_samples={limits[1]}"]
+        inputs = check_inputs(config_of(model_path, train, *settings), None)
+        assert [len(inputs.train_dataset), len(inputs.val_dataset)] == lengths
 
 
 def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):

@@ -22,7 +22,8 @@ class ConversationDataset:
     (text or messages), of which the latter is learned. The whole conversation goes through the tokenizer's chat
     template at once. What an assistant writes begins where the template's generation prompt ends, and ends with the
     turn, its end token included. No token spans these places, so that the tokens before an answer are those of a
-    prompt. Or a row has `text`, which goes through no template and is learned as a whole, from its second token on.
+    prompt. Or a row has `text`, which goes through no template and is learned as a whole, from its second token on, and
+    gets an end-of-sequence token behind it.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -38,6 +39,7 @@ class ConversationDataset:
         longest, largest: tokens of the longest conversation, and of the row with the most, and where they are from.
         highest_token: the highest token id, and where it is from.
         last_tokens: with which the conversations end.
+        learns_to_end: whether a token with which a response ends is learned in any row.
 
     Raises:
         ValueError: files, rows, tokenizer or template that cannot be used; the message names file, row and field.
@@ -58,11 +60,12 @@ class ConversationDataset:
         end_tokens: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.template_kwargs = tokenizer, apply_chat_template_kwargs or {}
-        self.end_tokens = [tokenizer.eos_token_id, *end_tokens]
+        self.end_tokens = [token for token in (tokenizer.eos_token_id, *end_tokens) if token is not None]
         self.pad_token_id = padding_token(tokenizer)
         self.num_dropped = self.num_truncated = 0
         self.longest = self.largest = self.highest_token = (0, "")
         self.last_tokens: set[int] = set()
+        self.learns_to_end = False
         self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
         for place, record in read_records(files, max_samples):
             row, columns = self.read(record, place)
@@ -84,6 +87,7 @@ class ConversationDataset:
             self.largest = max(self.largest, (sum(lengths), place))
             self.highest_token = max(self.highest_token, (max(int(ids.max()) for ids, _ in row), place))
             self.last_tokens |= {int(ids[-1]) for ids, _ in row}
+            self.learns_to_end |= any(np.isin(ids[learned], self.end_tokens).any() for ids, learned in row)
             self._rows.append((row, columns))
         if not self._rows:
             raise ValueError(f"no {self.what} of {', '.join(files)} is left ({self.num_dropped} are too long)")
@@ -92,7 +96,16 @@ class ConversationDataset:
         """The conversations of a row, and its further columns. Raises ValueError for one that cannot be used."""
         has_no_turns = isinstance(record, dict) and not record.get("messages") and not record.get("prompt")
         if has_no_turns and isinstance(record.get("text"), str):
-            ids = np.array(self.tokenizer(record["text"])["input_ids"], dtype=np.int64)
+            tokens = list(self.tokenizer(record["text"])["input_ids"])
+            end = self.tokenizer.eos_token_id
+            if end is None:
+                raise ValueError(
+                    f"{place}: field 'text' ends with an end-of-sequence token, which the tokenizer "
+                    f"{self.tokenizer.name_or_path!r} does not have: name its eos_token, or give messages"
+                )
+            if tokens[-1:] != [end]:
+                tokens.append(end)
+            ids = np.array(tokens, dtype=np.int64)
             return [(ids, np.ones_like(ids, dtype=bool))], {}
         messages, first = messages_of(record, place)
         return [tokens_of(messages, first, self.tokenizer, self.template_kwargs, place)], {}

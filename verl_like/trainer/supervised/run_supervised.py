@@ -130,6 +130,11 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
     notes = [f"{len(train):,} training {dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"]
     notes += [f"{len(val):,} validation {dataset.what}s"] if val else []
+    if not train.learns_to_end:
+        notes.append(
+            "Warning: no training row has an end-of-sequence token where it is learned, so the model does not learn to "
+            "end: the chat template writes none behind an answer, or rows are cut; change the template."
+        )
     return SupervisedInputs(config, train, val, tuple(notes))
 
 
