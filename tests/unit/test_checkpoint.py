@@ -156,6 +156,21 @@ def test_every_folder_of_a_checkpoint_is_on_the_disk_before_its_name(tmp_path: P
     assert {*map(str, folders)} <= {*synced} and synced[-2:] == [str(tmp_path / "runs"), str(tmp_path)]
 
 
+def test_a_file_that_no_worker_wrote_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    partial = checkpoint.begin(tmp_path, 1)
+    for name in ("shard", "generated", "huggingface"):
+        (partial / name).write_text(name)
+    operations, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (operations.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (operations.append("renamed"), rename(old, new)))
+    checkpoint.commit(partial, 1, {}, {"shard": {"bytes": 5, "sha256": "of the worker, which synced it"}})
+    before = operations[: operations.index("renamed")]
+    assert {str(partial / "generated"), str(partial / "huggingface")} <= {*before}
+    assert str(partial / "shard") not in operations
+
+
 def test_a_checkpoint_names_every_file_with_its_hash(tmp_path: Path):
     save(tmp_path, 4, text="x")
     manifest = json.loads((tmp_path / "global_step_4/manifest.json").read_text())

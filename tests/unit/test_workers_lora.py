@@ -154,6 +154,31 @@ def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
     torch.testing.assert_close(log_probs_of(loaded, make_batch()), log_probs, atol=2e-5, rtol=0)
 
 
+def test_an_adapter_and_its_model_are_merged_in_float32_and_rounded_once(path: str, tmp_path: Path):
+    settings = policy(path)
+    own = settings.actor.fsdp_config.model_copy(update={"dtype": "bfloat16"})
+    actor = local_group(ActorWorker, settings.updated({"actor.fsdp_config": own}))
+    actor.update_actor(make_batch()).get()
+    actor.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    actor.save_hf(str(tmp_path / "written"))
+    export(tmp_path / "actor", tmp_path / "exported")
+    base, adapter = load_file(f"{path}/model.safetensors"), parameters_of(actor.workers[0])
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("written", "exported")]
+    num_merged = 0
+    for name, weight in base.items():
+        if f"{name.removesuffix('.weight')}.lora_A.default.weight" not in adapter:
+            continue
+        factors = [f"{name.removesuffix('.weight')}.lora_{x}.default.weight" for x in "BA"]
+        b, a = (adapter[factor].float() for factor in factors)
+        expected = weight + ALPHA / RANK * (b @ a)
+        for merged in files:
+            assert merged[name].dtype == torch.bfloat16
+            # The order of the product's sums may move a number over the middle between two of bfloat16.
+            assert (merged[name] != expected.bfloat16()).float().mean() < 0.005, name
+        num_merged += 1
+    assert num_merged == 2 * len(TARGETS)
+
+
 def engine_of(config: Any) -> RolloutEngine:
     return get_rollout_engine("hf")(config.rollout, config.model, rank=0, world_size=1, seed=5, device="cpu")
 

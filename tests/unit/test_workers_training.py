@@ -222,6 +222,19 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(model_path):
         update(group, broken)
 
 
+def test_steps_that_were_skipped_before_a_resume_count_after_it(model_path, tmp_path):
+    broken = make_batch()
+    broken.batch["advantages"][0, 0] = float("inf")
+    group, resumed = actor_group(model_path), actor_group(model_path)
+    for _ in range(2):
+        update(group, broken)
+    group.save_checkpoint(str(tmp_path / "checkpoint"))
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    update(resumed, broken)
+    with pytest.raises(WorkerError, match="4 optimizer steps in a row"):
+        update(resumed, broken)
+
+
 def test_offloading_changes_no_number(model_path):
     data, results = make_batch(), []
     for offload in (False, True):

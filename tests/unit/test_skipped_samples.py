@@ -1,0 +1,139 @@
+"""Samples that were skipped, and tokens that do not count: what each rule of the maker makes of them, by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.algorithms.kl import get_kl_controller
+from verl_like.protocol import DataProto, metric_values
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.experience_maker import ExperienceMaker
+
+REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2"]
+
+# Four responses of at most four tokens: of two tokens; of four with a tool's two in the middle; of four, skipped; of
+# three with a tool's one.
+COUNTS = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 0]])
+ATTENDED = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]])
+SKIPPED = torch.tensor([False, False, True, False])
+
+
+def maker_of(*overrides: str, **parts: Any) -> ExperienceMaker:
+    config = load_ppo_config([*REQUIRED, *overrides])
+    nothing = dict.fromkeys(["rule_scorer", "model_cost", "timer"])
+    columns = {"rule_scores": 1.0}
+    controller = get_kl_controller(config.algorithm.kl_ctrl)
+    return ExperienceMaker(
+        config=config, groups={}, reward_columns=columns, kl_controller=controller, **nothing | parts
+    )
+
+
+def scored_batch(**further: torch.Tensor) -> DataProto:
+    """The four responses after a prompt of two tokens; each scores its number, from 1 on its last token that counts."""
+    scores = torch.zeros(4, 4)
+    for row, last in enumerate([1, 3, 3, 2]):
+        scores[row, last] = row + 1
+    columns = {
+        "attention_mask": torch.cat([torch.tensor([[0, 1]] * 4), ATTENDED], dim=1),
+        "response_mask": COUNTS,
+        "rule_scores": scores,
+        "is_skipped": SKIPPED,
+    }
+    uids = np.array(["a", "a", "b", "b"], dtype=object)
+    return DataProto.from_dict(columns | further, {"uid": uids}, meta_info={"global_steps": 3})
+
+
+def test_a_skipped_sample_leaves_the_mask_and_the_sum_of_scores_stays():
+    batch = scored_batch()
+    assert maker_of().compute_rewards(batch) == {}
+    assert batch.batch["response_mask"].tolist() == (COUNTS * ~SKIPPED.unsqueeze(-1)).tolist()
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2, 3, 4]
+    assert torch.equal(batch.batch["token_level_rewards"], batch.batch["token_level_scores"])
+
+
+def test_the_overlong_penalty_counts_all_tokens_of_a_response_and_not_only_those_that_are_trained():
+    # Of at most 4 tokens, from 2 on: 0 at 2 tokens, 0.75 at 3 and 1.5 at 4, whatever part of them a tool wrote.
+    settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"]
+    settings += ["reward.overlong_buffer.penalty_factor=1.5", "data.max_response_length=4"]
+    batch = scored_batch()
+    metrics = metric_values(maker_of(*settings).compute_rewards(batch))
+    # The third is skipped: it has no token on which a penalty could stand.
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2 - 1.5, 3, 4 - 0.75]
+    assert batch.batch["token_level_scores"][1].tolist() == [0, 0, 0, 0.5]
+    assert metrics == {"reward/overlong_penalty": -(0 + 1.5 + 1.5 + 0.75) / 4}
+
+
+def test_the_adaptive_coefficient_counts_the_samples_that_were_scored():
+    # With d = 2, 1, (9), 4 at each token, the KL is (2 + 1 + 4) / 3; that of the skipped sample does not count. The
+    # target of 1 is exceeded by more than 20%: the coefficient grows by 0.2 * 3 / 10000.
+    shift = torch.tensor([[2.0], [1.0], [9.0], [4.0]]).expand(4, 4)
+    batch = scored_batch(old_log_probs=shift.clone(), ref_log_prob=torch.zeros(4, 4))
+    settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
+    maker = maker_of(*settings, "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.target_kl=1.0")
+    metrics = metric_values(maker.compute_rewards(batch))
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(7 / 3)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert maker.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * 3 / 10_000), rel=1e-12)
+    # The penalty is on the tokens that count, and nothing of the skipped sample is left.
+    expected = (batch.batch["token_level_scores"] - 0.5 * shift) * COUNTS * ~SKIPPED.unsqueeze(-1)
+    torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
+
+
+def test_the_adaptive_coefficient_stays_where_every_sample_was_skipped():
+    batch = scored_batch(old_log_probs=torch.ones(4, 4), ref_log_prob=torch.zeros(4, 4))
+    batch.batch["is_skipped"] = torch.ones(4, dtype=torch.bool)
+    maker = maker_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
+    before = maker.kl_controller.value
+    maker.compute_rewards(batch)
+    assert maker.kl_controller.value == before and not batch.batch["token_level_rewards"].any()
+
+
+class AnswersGreedily(ExperienceMaker):
+    """Generates two responses to each of two prompts; the greedy answer to the second one is skipped."""
+
+    def generate(self, prompts: DataProto, num_samples: int, generation: Any = None) -> Any:
+        is_greedy = prompts.meta_info.get("greedy", False)
+        assert num_samples == (1 if is_greedy else 2)
+        uids = prompts.non_tensor_batch["uid"].repeat(num_samples)
+        batch = DataProto.from_dict({"response_mask": torch.ones(len(uids), 2)}, {"uid": uids})
+        scores = torch.tensor([[0.0, 5.0], [0.0, 7.0]]) if is_greedy else torch.tensor([[0.0, 1.0]] * 4)
+        skipped = torch.tensor([False, True]) if is_greedy else torch.zeros(4, dtype=torch.bool)
+        scored = DataProto.from_dict({"rule_scores": scores, "is_skipped": skipped}, meta_info={"metrics": {}})
+        return batch, SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: scored)), {}
+
+
+def test_remax_takes_nothing_from_a_greedy_answer_that_was_skipped():
+    maker = maker_of("algorithm.adv_estimator=remax")
+    maker = AnswersGreedily(**vars(maker))
+    prompts = DataProto.from_dict({"input_ids": torch.zeros(2, 1)}, {"uid": np.array(["a", "b"], dtype=object)})
+    batch, scores, _ = maker.generate_with_baselines(prompts)
+    assert "greedy" not in prompts.meta_info
+    torch.testing.assert_close(
+        batch.batch["reward_baselines"], torch.tensor([5.0, 5.0, torch.nan, torch.nan]), equal_nan=True
+    )
+    batch, _ = maker.collect(batch, [scores.complete(batch)])
+    maker.compute_rewards(batch)
+    maker.compute_advantages(batch)
+    assert batch.batch["advantages"].tolist() == [[-4, -4], [-4, -4], [0, 0], [0, 0]]
+    assert batch.batch["returns"].tolist() == [[1, 1]] * 4
+
+
+def drawn_tokens(step: int) -> torch.Tensor:
+    """The tokens that clip_cov leaves out in a step, of 200 with the same covariance."""
+    settings = ["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"]
+    settings += [f"actor_rollout_ref.actor.policy_loss.clip_cov_{key}" for key in ("ratio=0.1", "lb=0.5", "ub=2.0")]
+    signs = torch.tensor([1.0, -1.0]).repeat(100).view(1, 200)
+    columns = {"old_log_probs": signs, "advantages": signs, "response_mask": torch.ones(1, 200)}
+    batch = DataProto.from_dict(columns, meta_info={"global_steps": step})
+    maker_of(*settings).narrow(batch, columns["response_mask"])
+    return batch.batch["selected_tokens"]
+
+
+def test_clip_cov_draws_other_tokens_in_every_step_and_the_same_ones_again():
+    draws = {step: drawn_tokens(step) for step in (0, 1, 2, 57)}
+    assert all(int(drawn.sum()) == 20 for drawn in draws.values())
+    assert len({tuple(drawn[0].tolist()) for drawn in draws.values()}) == 4
+    assert torch.equal(drawn_tokens(57), draws[57])
