@@ -22,7 +22,6 @@ from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.report import write_report
-from verl_like.trainer.resume import ResumedRun, lock_run
 from verl_like.trainer.roles import process_groups
 from verl_like.trainer.run_recorder import RunRecorder, _link_latest, _new_run_dir
 from verl_like.trainer.timeline import Timeline
@@ -323,30 +322,6 @@ def test_the_report_lists_the_speed_of_the_steps_without_the_first(tmp_path):
 def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
     text = report(tmp_path, generations=[{"response": "<script>alert(1)</script>"}])
     assert "<script>" not in text and "&lt;script&gt;" in text
-
-
-def test_a_resumed_run_shows_the_generations_that_come_after_those_it_has_shown(tmp_path):
-    config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"])
-    recorder, shown = RunRecorder(config, PPO_DISPLAY), []
-
-    def row(number):
-        shown.append(number)
-        return {"response": str(number)}
-
-    for step in (1, 2):
-        recorder.show_generations(step, 7, row, num_shown=2)
-    assert shown == [0, 1, 2, 3]
-    partial = checkpoint.begin(recorder.run_dir, 2)
-    recorder.begin_checkpoint(partial, 2, {"global_step": 2}, {})
-    recorder.commit_checkpoint(wait=True)
-    recorder.close("")
-    saved, _ = checkpoint.newest(recorder.run_dir)
-    assert saved.state["shown"]["num_validations"] == 2
-    recorder.lock.close()
-    resumed = RunRecorder(config, PPO_DISPLAY, ResumedRun(recorder.run_dir, saved, lock_run(recorder.run_dir)))
-    resumed.show_generations(3, 7, row, num_shown=2)
-    resumed.close("")
-    assert shown == [0, 1, 2, 3, 4, 5]
 
 
 HOSTILE = "$\\frac{$ [/bold] \x1b[2J \x00 \ud800"
