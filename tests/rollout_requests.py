@@ -187,6 +187,15 @@ def run_with_abort(
     return completions, gone, run(engine, [request for request in requests if request.name in aborted])
 
 
+def draw_and_forget(
+    engine: RolloutEngine, prompts: DataProto, later: Sequence[GenerationRequest]
+) -> tuple[dict[str, Completion], dict[str, Completion]]:
+    """What the engine draws greedily for its comparison with the actor, and requests after that."""
+    drawn = run(engine, engine.greedy_requests(prompts, 8))
+    engine.forget_prompts()
+    return drawn, run(engine, later)
+
+
 def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Callable[[WeightBucket], Any]) -> Any:
     """New weights, of which the engine's own loading gets what `change` makes of the buckets."""
     changed = [replace(export, buckets=tuple(map(change, export.buckets))) for export in exports]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 import rollout_requests
+import torch
 from rollout_requests import assert_drawn_by, make_requests
 from test_vllm_rollout import (
     DEADLINE_S,
@@ -51,6 +52,24 @@ def in_engine(process: Any, run: Callable[..., Any], *args: Any) -> Any:
 
 def tokens(completions: dict[str, Completion]) -> dict[str, list[int]]:
     return {name: list(completion.token_ids) for name, completion in completions.items()}
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@torch.no_grad()
+def test_greedy_tokens_for_the_comparison_are_of_temperature_1_and_leave_nothing_in_the_prefix_cache(
+    engines: dict[str, Any], model: ModelAndFolder, kv: str
+) -> None:
+    call(engines[kv], "load_weights", export(model[1], 2), 2)
+    later = make_requests({"b": LONGEST})
+    drawn, after = in_engine(engines[kv], rollout_requests.draw_and_forget, prompt_batch(), later)
+    assert after["b"].num_cached_tokens == 0  # LONGEST was drawn for too
+    assert len(drawn) == 3
+    for prompt, completion in zip(([10, 11, 12], [20], LONGEST), drawn.values(), strict=True):
+        tokens = list(completion.token_ids)
+        assert len(tokens) == 8
+        of_text = model[1](torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        assert of_text.argmax(-1).tolist() == tokens
+        torch.testing.assert_close(torch.tensor(completion.log_probs), of_text.max(-1).values, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])

@@ -15,6 +15,7 @@ from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer import engine_check
 from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weights
@@ -27,6 +28,7 @@ from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.scoring import RuleScorer, reward_columns
 from verl_like.trainer.training_loop import TrainingLoop
+from verl_like.workers.actor import ScoringWorker
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
@@ -98,6 +100,27 @@ class RayPPOTrainer(TrainingLoop):
         if self.recorder.resumed:
             self.restore(self.recorder.resumed.checkpoint)
         self.load_weights(self.learner.export_weights())
+        self.compare_engines()
+
+    def compare_engines(self) -> None:
+        """Raises EngineMismatch unless every replica computes the actor's model with the weights that it was given."""
+        config, actor = self.config, self.groups[Role.Actor]
+        if not hasattr(actor, ScoringWorker.score_greedy.__name__):
+            self.recorder.console.say(engine_check.UNKNOWN_ACTOR)
+            return
+        drawn = engine_check.draw(self.groups[Role.Rollout], self.train_dataset)
+        if not drawn:
+            self.recorder.console.say(engine_check.UNKNOWN_ROLLOUT)
+            return
+        # On a GPU that they share, the actor computes when the engine sleeps, which then has no weights.
+        is_shared = config.trainer.device == "cuda" and not config.trainer.pipeline_depth
+        sleeps = is_shared and config.actor_rollout_ref.rollout.free_cache_engine
+        if sleeps:
+            self.groups[Role.Rollout].sleep()
+        log_probs = engine_check.log_probs_of(actor, drawn)
+        engine_check.require_one_model(config, "", drawn, log_probs)
+        if sleeps:
+            self.load_weights(self.learner.export_weights())
 
     def build_maker(self) -> ExperienceMaker:
         config = self.config

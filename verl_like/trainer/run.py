@@ -16,6 +16,7 @@ from verl_like.single_controller.failure import CallTimeout, PlacementError, Wor
 from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
+from verl_like.trainer.engine_check import EngineMismatch
 from verl_like.trainer.memory_keys import keys_that_lower
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder, UnknownMetric
@@ -88,7 +89,7 @@ def train(
     except KeyboardInterrupt:
         outcome = "Interrupted; what was written so far is valid."
         return 130
-    except (WorkerError, CallTimeout, RewardError, PlacementError, UnknownMetric) as error:
+    except (WorkerError, CallTimeout, EngineMismatch, RewardError, PlacementError, UnknownMetric) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         advice = []
         if isinstance(error, WorkerError) and error.shortage:

@@ -13,10 +13,10 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
-from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, to_rows, update
+from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, forward, to_rows, update
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.planning.partition import log_prob_micro_batching
+from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 from verl_like.workers.weight_sync import in_order
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 from verl_like.workers.weight_transfer.direct import DirectTransport
@@ -56,6 +56,26 @@ class ScoringWorker(ActorRolloutRefWorker):
         total, num_tokens = output.batch["entropys"].sum().item(), to_rows(data, "cpu")["response_mask"].sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
+
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
+    def score_greedy(self, data: DataProto) -> DataProto:
+        """Log-probability of each response token at temperature 1, (B, R) float32.
+
+        Passes have a fixed number of rows, so that a trainer computes it without other trainers of its model, who would
+        have to agree on the number of passes.
+        """
+
+        def log_probs(micro: Rows) -> tuple[torch.Tensor]:
+            packed = self.engine.pack(micro)
+            (of_tokens,) = self.engine.run(packed, 1.0)
+            return (packed.unpack(of_tokens),)
+
+        rows, passes = to_rows(data, self.device), log_prob_micro_batching(self.config.rollout)
+        if passes.by_tokens:
+            num_rows = max(1, passes.max_tokens // rows["attention_mask"].shape[1])
+            passes = MicroBatching(num_rows, passes.max_tokens, by_tokens=False)
+        (log_probs_BR,) = forward(self.engine, rows, passes, log_probs)
+        return DataProto.from_dict(tensors={"old_log_probs": log_probs_BR})
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import cast
 
 import ray
+import torch
 
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.failure import WorkerDied
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
+from verl_like.trainer import engine_check
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.checkpoint import Checkpoint, PendingCheckpoint, partial_of_step, save_models, save_training
 from verl_like.trainer.detached.buffer import ExperienceBuffer
+from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, remote, side_named
@@ -24,6 +27,7 @@ from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.metrics import batch_metrics
 from verl_like.trainer.ppo_inputs import load_ptx_dataset
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
+from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
@@ -51,6 +55,9 @@ class DetachedPPOTrainer(Side):
         self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
+        makers = () if self.index else experience_maker_holder_name_list
+        # As long as the first step waits for experience.
+        self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
         self.pending: PendingCheckpoint | None = None
 
@@ -84,6 +91,7 @@ class DetachedPPOTrainer(Side):
                 with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
                     # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
                     taken, batch = self.buffer.take(data.train_batch_size // num_parts, version, 2 * deadline_s)
+                    self.begin_step(version)
                 numbers += taken
                 batches.append(batch.select())
                 batch.meta_info["part_of_step"] = (part, num_parts)
@@ -115,6 +123,7 @@ class DetachedPPOTrainer(Side):
             if step % update_steps == 0 or step == total_steps:
                 with self.recorder.timer("export_weights"):
                     self.push()
+            self.comparisons.in_step = False
             if saved:
                 folder = partial_of_step(Path(self.config.trainer.default_local_dir), step)
                 with self.recorder.timer("save_checkpoint"):
@@ -132,6 +141,27 @@ class DetachedPPOTrainer(Side):
             if is_last:
                 break
         return self.learner.version
+
+    def begin_step(self, version: int) -> None:
+        """Before a step changes the weights, waits for makers whose engines are to be compared with them."""
+        if self.comparisons.in_step:
+            return
+        if self.comparisons.awaited and self.pushed and self.pushed.version < version:
+            self.push()  # out of turn, for they cannot be compared with others
+        self.recorder.notes += self.comparisons.begin_step()
+
+    @ray.method(concurrency_group="weights")
+    def score_greedy(self, maker: str, version: int, drawn: list[DataProto]) -> list[torch.Tensor] | None:
+        """The actor's log-probabilities of what a maker's replicas drew with the weights of a version.
+
+        None if the actor has other weights by now.
+        """
+        actor = self.groups[Role.Actor]
+        return self.comparisons.score(
+            maker,
+            has_weights=lambda: version == self.learner.version,
+            compute=lambda: engine_check.log_probs_of(actor, drawn),
+        )
 
     def report_files(self, wait: bool) -> None:
         """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""

@@ -19,6 +19,7 @@ from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer import engine_check
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import (
@@ -122,6 +123,8 @@ class ExperienceMakerHolder(Side):
         """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
         self.validated = validated
         """The version that was validated last."""
+        self.is_compared = False
+        """Whether the engines were compared with the first trainer's actor."""
         self.has_pushed = threading.Condition()
         self.in_flight: dict[str, tuple[Ticket, DataProto, int]] = {}
         """Ticket, prompt (1,) and replica of what is generated, with `detached.update_in_flight`; by uid."""
@@ -160,6 +163,8 @@ class ExperienceMakerHolder(Side):
         while self.in_flight or self.ended or num_steps is None or done < num_steps:
             before = self.version
             self.load_newest_weights()
+            if self.version > before and not self.is_compared:
+                self.compare_engines()
             if self.version > before and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
             limit = self.config.num_prompts_at_a_time - len(self.in_flight)
@@ -193,6 +198,29 @@ class ExperienceMakerHolder(Side):
             waiting_since = time.monotonic()
         self.wait_for_sent()
         return done
+
+    def compare_engines(self) -> None:
+        """Raises EngineMismatch unless replicas, and the copy of the actor, compute the model of the first trainer.
+
+        Where that has other weights by now, they are compared with the next ones.
+        """
+        groups, config = self.run.groups, self.config
+        drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
+        if not drawn:
+            self.recorder.notes.append(engine_check.UNKNOWN_ROLLOUT)
+        arguments = self.name, self.version, drawn
+        deadline_s = config.trainer.call_timeout_s
+        log_probs = ask(self.trainer_names[0], "score_greedy", *arguments, timeout=deadline_s)
+        if log_probs is None:
+            return
+        engine_check.require_one_model(config, f" of {self.name}", drawn, log_probs)
+        if drawn and (copy := groups.get(Role.Actor)):
+            what = f"the copy of the actor of {self.name}"
+            of_copy = engine_check.log_probs_of(copy, drawn)
+            for batch, own_BR, of_actor_BR in zip(drawn, of_copy, log_probs, strict=True):
+                mask_BR = batch.tensors()["response_mask"].bool()
+                engine_check.require_close(config, what, own_BR, of_actor_BR, mask_BR)
+        self.is_compared = True
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
         """Has the responses to (B,) prompts generated beside those in flight, each prompt's where there are fewest."""

@@ -23,6 +23,7 @@ from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
+from verl_like.trainer.engine_check import EngineMismatch
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -243,7 +244,7 @@ class DetachedRun:
             ray.get(loop, timeout=ANSWER_S)
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, RewardError):
+            if isinstance(cause, RewardError | EngineMismatch):
                 self.give_up(name, cause)
                 return
             if isinstance(cause, WorkerDied | CallTimeout) and cause.role in {*self.config.trainer_names, LEDGER}:

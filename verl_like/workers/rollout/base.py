@@ -14,7 +14,7 @@ from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
-from verl_like.workers.rollout.batch import assemble, is_real, prompt_uids
+from verl_like.workers.rollout.batch import assemble, is_real, prompt_tokens, prompt_uids
 from verl_like.workers.rollout.request import (
     Completion,
     GenerationRequest,
@@ -248,8 +248,7 @@ class RolloutEngine(ABC):
         validate = bool(prompts.meta_info.get("validate", False))
         sampling, n = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
         step = int(prompts.meta_info["global_steps"])
-        mask_BP = prompts.batch["attention_mask"].bool()
-        token_lists = [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], mask_BP, strict=True)]
+        token_lists = prompt_tokens(prompts)
         return {
             (row, k): GenerationRequest(
                 f"row {row} (uid {uid}), sample {k}",
@@ -260,6 +259,18 @@ class RolloutEngine(ABC):
             for row, uid in enumerate(prompt_uids(prompts))
             for k in range(n)
         }
+
+    def greedy_requests(self, prompts: DataProto, num_tokens: int) -> list[GenerationRequest]:
+        """Requests for the likeliest tokens after each prompt: `num_tokens`, or as many as there is room for."""
+        max_tokens = min(num_tokens, self.config.response_length)
+        sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=())
+        return [
+            GenerationRequest(f"prompt {row}, drawn greedily", tokens, seed=0, sampling=sampling)
+            for row, tokens in enumerate(prompt_tokens(prompts))
+        ]
+
+    def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
+        """Drops what the engine keeps of prompts for later ones, unless requests are in flight."""
 
     def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
         """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""

@@ -33,6 +33,12 @@ def prompt_uids(prompts: DataProto) -> list[str]:
     return uids
 
 
+def prompt_tokens(prompts: DataProto) -> list[list[int]]:
+    """The token ids of each row's prompt, without padding."""
+    mask_BP = prompts.batch["attention_mask"].bool()
+    return [ids[mask].tolist() for ids, mask in zip(prompts.batch["input_ids"], mask_BP, strict=True)]
+
+
 def is_real(prompts: DataProto) -> torch.Tensor:
     """(B,) bool, False on padding rows."""
     return ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))

@@ -223,6 +223,9 @@ class VllmEngine(RolloutEngine):
         for name in names:  # of several at once vLLM frees the blocks in an order that differs between processes
             self.llm.llm_engine.abort_request([name])
 
+    def forget_prompts(self) -> None:
+        self.llm.reset_prefix_cache()
+
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 

@@ -1,0 +1,66 @@
+"""A run whose engine computes another model than the actor ends before its first step; one that passes is as it was."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import APART, metrics_of, run_apart, tiny_run_settings
+from test_local_step import local_trainer, run_locally
+
+from verl_like.trainer.engine_check import EngineMismatch
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
+
+OTHER_NORMS = """
+from verl_like.workers.rollout_worker import RolloutWorker
+
+
+class OtherNorms(RolloutWorker):
+    # Its engine has the actor's weights and another epsilon in the norms.
+    def __init__(self, config, seed):
+        model = config.model.model_copy(update={"override_config": {"rms_norm_eps": 0.5}})
+        super().__init__(config.model_copy(update={"model": model}), seed)
+"""
+REFUSAL = r"rollout replica 0{} does not compute the actor's model, though its weights are the actor's"
+
+
+@pytest.fixture
+def other_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The setting of an engine that computes another model."""
+    (tmp_path / "other_norms.py").write_text(OTHER_NORMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    return "worker_classes.rollout=other_norms.OtherNorms"
+
+
+def test_a_run_whose_engine_computes_another_model_is_refused(
+    tmp_path: Path, tiny_llama: Callable, other_norms: str
+) -> None:
+    with pytest.raises(EngineMismatch, match=REFUSAL.format("")), local_trainer(tmp_path, tiny_llama, other_norms):
+        pass
+
+
+def test_the_comparison_changes_no_number_of_the_run(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_locally(tmp_path / "compared", tiny_llama)
+    monkeypatch.setattr(RayPPOTrainer, "compare_engines", lambda trainer: None)
+    run_locally(tmp_path / "not_compared", tiny_llama)
+    for compared, other in zip(metrics_of(tmp_path / "compared"), metrics_of(tmp_path / "not_compared"), strict=True):
+        assert compared.keys() == other.keys()
+        different = {name for name in compared if compared[name] != other[name]} - {"reward/early_ratio"}
+        assert {
+            name for name in different if not name.startswith(("timing_s/", "perf/")) and "/perf/" not in name
+        } == set()
+
+
+@pytest.mark.ray
+def test_a_maker_whose_engine_computes_another_model_ends_a_detached_run(
+    tmp_path: Path, tiny_llama: Callable, other_norms: str, capfd: pytest.CaptureFixture
+) -> None:
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, "detached.num_makers=2", other_norms]
+    settings += ["algorithm.rollout_correction.bypass_mode=true"]
+    assert run_apart(settings) == 1
+    assert re.search(REFUSAL.format(" of maker_[01]"), capfd.readouterr().err)
+    assert not [row for row in metrics_of(tmp_path) if "actor/loss" in row]
