@@ -341,7 +341,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     ],
     "average": [f"{ACTOR}.ema_decay"],  # tests/unit/test_ema.py
     "pipeline": ["trainer.pipeline_depth"],  # tests/end_to_end/test_pipeline.py
-    "limit": ["reward.num_workers", "reward.timeout_s", "trainer.call_timeout_s"],
+    "limit": ["reward.num_workers", "reward.timeout_s", "reward.max_memory_gb", "trainer.call_timeout_s"],
     "placement": [
         *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "resource_pool_spec", "role_mapping"),
         *("worker_classes", "plugins", "ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.address"),

@@ -1,73 +1,17 @@
 """The reward manager with real worker processes and reward functions that go wrong in every way."""
 
-import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from reward_processes import sample
 
-from verl_like.rewards import process
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardSample
-
-REWARD_FILE = """
-import asyncio, os, sys, time
-
-class OwnError(Exception):
-    def __init__(self, one, two):  # cannot be unpickled
-        super().__init__(f"{one} and {two}")
-
-def inner(number):
-    return 1 / number
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
-    if solution_str.startswith("long wait"): time.sleep(0.01)
-    if solution_str == "divide": return inner(0)
-    if solution_str == "own error": raise OwnError("this", "that")
-    if solution_str == "leave": sys.exit(0)
-    if solution_str == "hang":
-        while True: pass
-    if solution_str == "segfault":
-        import ctypes
-        ctypes.string_at(0)
-    if solution_str.startswith("exit "): os._exit(int(solution_str[5:]))
-    if solution_str.startswith("start "):
-        import subprocess
-        program = subprocess.Popen(["sleep", "600"])
-        open(solution_str[6:], "w").write(str(program.pid))
-        program.wait()
-    if solution_str.startswith("sleep "): time.sleep(float(solution_str[6:]))
-    if solution_str.startswith("return "):
-        import numpy as np
-        return {"nan": float("nan"), "inf": float("inf"), "huge": 1e39, "text": "1.0", "list": [1.0], "none": None,
-                "true": True, "int": 3, "float32": np.float32(0.5), "no score": {"acc": 1.0}, "array": np.ones(2),
-                "none score": {"score": None, "why": "x"}, "odd extra": {"score": 1.0, "thing": {1}},
-                "nan score": {"score": float("nan")}}[solution_str[7:]]
-    return {"score": float(ground_truth) + bonus, "length": len(solution_str), "said": solution_str,
-            "loaded": ",".join(m for m in ("torch", "ray", "pytest", "numpy") if m in sys.modules)}
-
-class Judge:
-    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
-        return inner(len(solution_str))
-
-judge = Judge()
-
-async def compute_async(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(0.001)
-    return extra_info["index"] + 0.5
-"""
-
-
-@pytest.fixture(scope="module")
-def reward_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("rewards") / "my_reward.py"
-    file.write_text(REWARD_FILE)
-    return str(file)
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +26,6 @@ def failing(reward_file: str) -> Iterator[RewardManager]:
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=3.0)
     yield manager
     manager.close()
-
-
-def sample(solution_str: str, index: int = 0, ground_truth: str = "1") -> RewardSample:
-    return RewardSample(f"sample uid '0-{index}'", "test/source", solution_str, ground_truth, {"index": index})
 
 
 def test_scores_and_extra_metrics_come_back_in_order(skipping: RewardManager) -> None:
@@ -215,6 +155,19 @@ def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
         ("return no score", ["a dict without the key 'score' ({'acc': 1.0})"]),
         ("return nan score", ["the function returned nan ({'score': nan})"]),
         ("return odd extra", ["extra 'thing' of type set, which is no JSON value"]),
+        ("return inf extra", ["extra 'acc' is inf"]),
+        ("return none inf", ["extra 'acc' is inf"]),
+        ("return inf inside", ["extra 'all' of type list, which is no JSON value"]),
+        ("return large extra", ["OverflowError"]),
+        ("return long extra", ["extra metrics of more than 65536 bytes"]),
+        ("return long key", ["extra metrics of more than 65536 bytes"]),
+        ("return half extra", ["extra 'said' of type str, which is no JSON value"]),
+        ("raise half", ["ValueError: a \\ud800 b"]),
+        ("write bytes", ["its worker process is gone: it sent what is no answer, b'\\xff\\xfe', and was stopped"]),
+        ("write list", ["it sent what is no answer, b'[1]'"]),
+        ("write deep", ["it sent what is no answer, b'[[[[["]),
+        ("write key", ["it sent what is no answer, {'score': 1.0, 'more': 2}"]),
+        ("write text", ["it sent what is no answer, {'score': '1'"]),
     ],
 )
 def test_on_error_fail_names_the_sample_the_cause_and_the_way_out(
@@ -265,154 +218,6 @@ def test_a_check_refuses_every_sample_that_fails_or_warns_where_the_run_would_sk
         assert word in text
 
 
-LONG = "long wait" + "x" * 20_000  # four of these fill a pipe
-
-
-def test_processes_killed_while_they_wait_are_replaced(reward_file: str) -> None:
-    before = set(worker_pids(os.getpid()))
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2)
-    workers = set(worker_pids(os.getpid())) - before
-    assert len(workers) == 2
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    assert manager.submit([sample(LONG, index) for index in range(60)]).get().scores.tolist() == [1.0] * 60
-    manager.close()
-
-
-def test_processes_killed_while_they_score_cost_one_sample_each(reward_file: str) -> None:
-    before = set(worker_pids(os.getpid()))
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, on_error="skip")
-    workers = set(worker_pids(os.getpid())) - before
-    pending = manager.submit([sample(LONG, index) for index in range(60)])
-    while not any(future.done() for _, future in pending._submitted.values()):
-        time.sleep(0.001)
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    result = pending.get()
-    manager.close()
-    assert result.num_errors == result.skipped.sum() <= 2 and result.num_timeouts == 0
-    assert result.scores.sum() == 60 - result.num_errors
-
-
-DYING_IMPORT = """
-import os, pathlib
-marker = pathlib.Path(__file__).with_name("how_often_an_import_dies")
-num_deaths = int(marker.read_text()) if marker.exists() else 0
-if num_deaths:
-    marker.write_text(str(num_deaths - 1))
-    os._exit(7)
-
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "exit": os._exit(3)
-    return 1.0
-"""
-
-
-@pytest.fixture
-def dying(tmp_path: Path) -> Iterator[tuple[RewardManager, Path]]:
-    """A manager of one process, and the file that says how often its replacements die while they import."""
-    (tmp_path / "dying_reward.py").write_text(DYING_IMPORT)
-    spec = RewardFunctionSpec(str(tmp_path / "dying_reward.py"))
-    manager = RewardManager(spec, num_workers=1, timeout_s=3.0, on_error="skip")
-    yield manager, tmp_path / "how_often_an_import_dies"
-    manager.close()
-
-
-def test_a_process_that_dies_while_it_imports_costs_no_sample(dying: tuple[RewardManager, Path]) -> None:
-    manager, how_often = dying
-    how_often.write_text("2")
-    result = manager.submit([sample("exit"), *[sample(LONG, index) for index in range(1, 60)]]).get()
-    assert how_often.read_text() == "0"
-    assert result.scores.tolist() == [0.0] + [1.0] * 59 and (result.num_errors, result.num_timeouts) == (1, 0)
-
-
-def test_processes_that_can_no_longer_import_are_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
-    manager, how_often = dying
-    how_often.write_text("9")
-    pending = manager.submit([sample("exit"), *[sample(LONG, index) for index in range(1, 60)]])
-    with pytest.raises(RewardError, match=r"3 reward processes in a row ended before .*exit code 7.*out of memory"):
-        pending.get()
-
-
-def test_a_function_that_can_no_longer_be_loaded_is_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
-    manager, how_often = dying
-    how_often.write_text("no number")
-    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*invalid literal for int.*'no number'"):
-        manager.submit([sample("exit"), sample("a")]).get()
-
-
-def test_a_file_that_changes_while_a_run_uses_it_scores_no_sample(dying: tuple[RewardManager, Path]) -> None:
-    manager, how_often = dying
-    assert manager.submit([sample("a")]).get().scores.tolist() == [1.0]
-    file = how_often.with_name("dying_reward.py")
-    file.write_text(file.read_text().replace("return 1.0", "return 2.0"))
-    assert manager.submit([sample("b")]).get().scores.tolist() == [1.0], "its process has loaded the function"
-    pending = manager.submit([sample("exit"), sample("c")])
-    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*dying_reward\.py is not the file any more"):
-        pending.get()
-
-
-def test_a_stopped_process_that_waits_is_replaced(reward_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(worker_pids(os.getpid()))
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1)
-    (worker,) = set(worker_pids(os.getpid())) - before
-    os.kill(worker, signal.SIGSTOP)
-    monkeypatch.setattr(process, "START_S", 0.3)
-    pending = manager.submit([sample(LONG)])
-    while is_running(worker):
-        time.sleep(0.01)
-    monkeypatch.undo()  # its replacement may take longer
-    assert pending.get().scores.tolist() == [1.0]
-    manager.close()
-
-
-def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file: str) -> None:
-    before = set(worker_pids(os.getpid()))
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=600.0)
-    pending = manager.submit([RewardSample("row 9", "x", "hang", "1" * 100_000) for _ in range(20)])
-    assert len(set(worker_pids(os.getpid())) - before) == 2
-    manager.close()
-    assert set(worker_pids(os.getpid())) == before
-    with pytest.raises(RuntimeError, match="row 9 was not scored: the manager was closed"):
-        pending.get()
-
-
-def test_a_sample_that_times_out_leaves_no_program_that_its_function_started(reward_file: str, tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=2.0, on_error="skip")
-    assert manager.submit([sample(f"start {file}")]).get().num_timeouts == 1
-    manager.close()
-    status, deadline = Path(f"/proc/{file.read_text()}/stat"), time.monotonic() + 30
-    # It was killed, and ends when it is next given a core; until its new parent has seen it, it is a Z.
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def test_a_killed_driver_leaves_no_worker_behind(reward_file: str, tmp_path: Path) -> None:
-    script = tmp_path / "driver.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import time
-        from verl_like.rewards.manager import RewardFunctionSpec, RewardManager, RewardSample
-        if __name__ == "__main__":
-            manager = RewardManager(RewardFunctionSpec({reward_file!r}), num_workers=2, timeout_s=600.0)
-            manager.submit([RewardSample("0-0", "x", "hang", "1") for _ in range(2)])
-            print("submitted", flush=True)
-            time.sleep(600)
-        """)
-    )
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None and driver.stdout.readline() == "submitted\n"
-    workers = worker_pids(driver.pid)
-    driver.kill()
-    driver.wait(timeout=30)
-    deadline = time.monotonic() + 30
-    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(workers) == 2 and not any(is_running(pid) for pid in workers)
-
-
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
@@ -440,16 +245,24 @@ def test_settings_out_of_range_are_refused() -> None:
         RewardManager(RewardFunctionSpec(), num_workers=0)
 
 
-def worker_pids(driver: int) -> list[int]:
-    """The reward workers among a process's children."""
-    children = [pid for task in Path(f"/proc/{driver}/task").glob("*/children") for pid in task.read_text().split()]
-    return [int(pid) for pid in children if b"rewards.scoring_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def test_a_missing_number_may_be_nan(failing: RewardManager) -> None:
+    result = failing.submit([sample("return nan extra"), sample("a")]).get()
+    assert np.isnan(result.extra["length"]).tolist() == [True, False]
 
 
-def is_running(pid: int) -> bool:
-    """False also for a zombie, which nobody may be there to collect."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+def test_a_long_error_loses_its_middle(failing: RewardManager) -> None:
+    with pytest.raises(RewardError, match=r"xxx \.\.\. xxx") as error:
+        failing.submit([sample("raise long")]).get()
+    assert len(str(error.value)) < 4_500 and "ValueError: xxx" in str(error.value) and "the end" in str(error.value)
+
+
+def test_an_answer_that_a_function_sends_itself_is_not_taken_for_that_of_another_sample(
+    skipping: RewardManager,
+) -> None:
+    samples = [sample("a", index, ground_truth=str(index)) for index in range(20)]
+    samples[3] = sample("write early", 3, ground_truth="3")
+    scores = skipping.submit(samples).get().scores.tolist()
+    assert scores == [0, 1, 2, 7, *range(4, 20)]  # its own is what the function says, as always
 
 
 def test_samples_may_come_one_by_one_in_any_order(failing: RewardManager):

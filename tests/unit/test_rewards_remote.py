@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,11 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from examples.remote_reward.serve import MAX_CONNECTIONS
 from verl_like.rewards.loader import load_reward_function
 from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardSample
 from verl_like.rewards.remote import RemoteReward
@@ -326,11 +329,34 @@ def test_the_server_asks_for_its_token_and_bounds_a_request(odd: str, monkeypatc
         monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", TOKEN)
         assert ask(url, data_source="exact_match", solution_str="1") == {"score": 1.0}
         for length in ("99999999", "1" * 5000, "-1", "x"):
-            request = urllib.request.Request(url, data=b"", headers={"Content-Length": length})
+            headers = {"Content-Length": length, "Authorization": f"Bearer {TOKEN}"}
+            request = urllib.request.Request(url, data=b"", headers=headers)
             with pytest.raises(urllib.error.HTTPError, match="413"):
                 urllib.request.urlopen(request, timeout=10)
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=30) == 0
+
+
+def test_the_server_checks_the_token_before_the_body_comes():
+    with served(VERL_LIKE_REWARD_TOKEN=TOKEN) as (_, url, _):
+        address = ("127.0.0.1", urlsplit(url).port)
+        for length, token, status in (("1000", "another", b" 401 "), ("99999999", TOKEN, b" 413 ")):
+            with socket.create_connection(address, timeout=20) as client:  # the server's own limit is 30 s
+                head = f"POST /score HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {length}\r\n\r\n"
+                client.sendall(head.encode())
+                assert status in client.recv(1 << 16)
+
+
+def test_the_server_closes_the_connections_above_its_limit_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", TOKEN)
+    with served(VERL_LIKE_REWARD_TOKEN=TOKEN) as (_, url, _), contextlib.ExitStack() as clients:
+        address = ("127.0.0.1", urlsplit(url).port)
+        for _ in range(MAX_CONNECTIONS):
+            clients.enter_context(socket.create_connection(address, timeout=20))
+        with socket.create_connection(address, timeout=20) as client:
+            assert client.recv(1) == b""
+        clients.close()
+        assert ask(url, timeout_s=20.0, data_source="exact_match", solution_str="1") == {"score": 1.0}
 
 
 @pytest.mark.parametrize(

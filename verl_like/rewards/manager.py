@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
 from verl_like.rewards.loader import RewardFunctionSpec
 from verl_like.rewards.process import START_S, ProcessDied, RewardProcess
@@ -19,7 +20,13 @@ logger = logging.getLogger(__name__)
 
 _RESTART_S = 5.0  # what replacing a process takes on average beside loading the function
 _ATTEMPTS = 3
+_IDLE_BYTES = 64 << 20  # what a process and its supervisor have resident before they load the function
 _POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (score it 0)"
+
+
+def most_workers() -> int:
+    """The number of reward processes that fit into half of this machine's memory."""
+    return max(1, psutil.virtual_memory().total // 2 // _IDLE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,10 @@ class _Answer:
 class RewardManager:
     """Runs one reward function in `num_workers` processes that load it once, and score one sample at a time.
 
-    A process that dies, or takes longer than `timeout_s`, is replaced; `on_error` says what becomes of its sample:
-    "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0. Raises ValueError if the
-    function cannot be loaded.
+    A process that dies, takes longer than `timeout_s` (seconds), or uses more than `max_memory_gb` (10^9 bytes, with
+    the programs that it starts) is replaced; `on_error` says what becomes of its sample: "fail" raises `RewardError`
+    from `get`, "skip" marks it as skipped, "score" scores it 0. Raises ValueError if the function cannot be loaded, or
+    the machine has no memory for so many processes.
     """
 
     def __init__(
@@ -75,10 +83,16 @@ class RewardManager:
         num_workers: int = 2,
         timeout_s: float = 30.0,
         on_error: Literal["fail", "skip", "score"] = "fail",
+        max_memory_gb: float = 4.0,
     ) -> None:
         if num_workers < 1 or not timeout_s > 0:
             raise ValueError(
                 f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at least 1 and above 0"
+            )
+        if num_workers > (most := most_workers()):
+            raise ValueError(
+                f"reward.num_workers={num_workers} processes take more than half of this machine's memory, with "
+                f"{_IDLE_BYTES >> 20} MiB for each before it loads its function: set at most {most}"
             )
         self.num_workers = num_workers
         self.timeout_s = timeout_s
@@ -86,7 +100,7 @@ class RewardManager:
         self._is_closed = False
         self._futures: list[Future[_Answer]] = []
         loaded = reward_fn.as_it_is_now()
-        self._processes = [RewardProcess(loaded, timeout_s) for _ in range(num_workers)]
+        self._processes = [RewardProcess(loaded, timeout_s, max_memory_gb) for _ in range(num_workers)]
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
@@ -169,9 +183,9 @@ class RewardManager:
             return _Answer(error=f"{failed}{cause} (standard error says where it hung)", timed_out=True)
         finally:
             self._free.put(process)
-        if "error" in answer:
-            answer["error"] = failed + answer["error"]
-        return _Answer(**answer | {"ran": tuple(answer["ran"])})
+        pid, started, ended = answer.ran
+        error_text = failed + answer.error if answer.error else ""
+        return _Answer(answer.score, answer.extra, error_text, answer.timed_out, (int(pid), started, ended))
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Hands the sample to a process; one that died while it was idle, or dies while it loads, is replaced."""

@@ -10,17 +10,35 @@ import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from verl_like.rewards.loader import RewardFunctionSpec
+from verl_like.rewards.scoring_server import MAX_ANSWER_BYTES
+from verl_like.rewards.supervisor import MEMORY_EXIT_CODE, descendants
 
 START_S = 60.0  # a process starts and imports the user's module within this time
 _TRANSFER_S = 60  # it continues to read or write a message within this time
 _EXIT_S = 10.0
+GIGABYTE = 10**9
 
 
 class ProcessDied(RuntimeError):
-    """A reward process ended unexpectedly."""
+    """A reward process ended unexpectedly, or sent what is no answer and was ended."""
+
+
+class Answer(BaseModel):
+    """What a reward process says of a sample: its score, or None to leave it out, or the error that it ended with."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    score: float | None = None
+    extra: dict[str, Any] = {}
+    error: str = ""
+    timed_out: bool = False
+    ran: Annotated[list[float], Field(min_length=3, max_length=3)]
+    """Process id, and start and end as of time.time()."""
 
 
 class RewardProcess:
@@ -30,9 +48,10 @@ class RewardProcess:
     it; `kill` may be called from any thread.
     """
 
-    def __init__(self, reward_fn: RewardFunctionSpec, timeout_s: float) -> None:
+    def __init__(self, reward_fn: RewardFunctionSpec, timeout_s: float, max_memory_gb: float) -> None:
         self.reward_fn = reward_fn
         self.timeout_s = timeout_s
+        self.max_memory_gb = max_memory_gb
         self._popen: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._is_killed = False
@@ -47,9 +66,12 @@ class RewardProcess:
         self._spawn()
         self._send((self.reward_fn, self.timeout_s))
         try:
-            problem = self._receive(START_S)["load_error"]
+            loaded = self._receive(START_S)
         except TimeoutError:
             raise ProcessDied(f"it did not load the reward function within {START_S:.0f} s") from None
+        problem = loaded.get("load_error")
+        if loaded.keys() != {"load_error"} or not isinstance(problem, str | None):
+            raise self._no_answer(loaded)
         if problem is not None:
             self.stop()
             raise ValueError(problem)
@@ -62,23 +84,28 @@ class RewardProcess:
         self.start()
         self._send(sample)
         try:
-            self._receive(START_S)
+            begun = self._receive(START_S)
         except TimeoutError:
             raise ProcessDied(f"it began no sample for {START_S:.0f} s") from None
+        if begun != {"begun": True}:
+            raise self._no_answer(begun)
 
-    def answer(self) -> dict[str, Any]:
-        """What came of the sample that was begun: `{"score": float or None, "extra": {...}}` or `{"error": text}`, and
-        in both cases `"ran": [process id, start, end]` with times as of time.time(). Raises ProcessDied, or
-        TimeoutError if it scored for longer than `timeout_s` and was stopped.
+    def answer(self) -> Answer:
+        """What came of the sample that was begun. Raises ProcessDied, or TimeoutError if it scored for longer than
+        `timeout_s` and was stopped.
         """
-        return self._receive(self.timeout_s)
+        message = self._receive(self.timeout_s)
+        try:
+            return Answer.model_validate(message)
+        except ValidationError as error:
+            raise self._no_answer(message) from error
 
     def kill(self) -> None:
         """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when no thread does."""
         with self._lock:
             self._is_killed = True
             if self._popen is not None:
-                self._kill_group(self._popen.pid)
+                self._popen.send_signal(signal.SIGTERM)
                 self._socket.shutdown(socket.SHUT_RDWR)  # children of the function may hold the other end open
 
     def stop(self) -> int:
@@ -86,8 +113,14 @@ class RewardProcess:
         with self._lock:
             if self._popen is None:
                 return 0
-            self._kill_group(self._popen.pid)
-            exit_code = self._popen.wait(timeout=_EXIT_S)
+            self._popen.send_signal(signal.SIGTERM)  # to the supervisor, which ends all programs below it
+            try:
+                exit_code = self._popen.wait(timeout=_EXIT_S)
+            except subprocess.TimeoutExpired:  # the supervisor is stopped
+                for pid in [*descendants(self._popen.pid), self._popen.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                exit_code = self._popen.wait(timeout=_EXIT_S)
             self._connection.close()
             self._socket.close()
             self._popen = None
@@ -99,7 +132,8 @@ class RewardProcess:
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _TRANSFER_S, 0))
         program = (
             f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}\n"
-            f"from verl_like.rewards.scoring_server import serve; serve({theirs.fileno()}, {os.getpid()})"
+            f"from verl_like.rewards.scoring_server import serve\n"
+            f"serve({theirs.fileno()}, {os.getpid()}, {int(self.max_memory_gb * GIGABYTE)})"
         )
         with self._lock, theirs:
             if self._is_killed:
@@ -110,16 +144,12 @@ class RewardProcess:
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    process_group=0,  # so that programs which the function starts end with it
+                    process_group=0,  # what a terminal sends to the driver's group is not for it
                 )
             except OSError as error:
                 ours.close()
                 raise ProcessDied(f"it could not be started: {error}") from error
             self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
-
-    def _kill_group(self, leader: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
 
     def _send(self, message: Any) -> None:
         try:
@@ -133,13 +163,29 @@ class RewardProcess:
             self.stop()
             raise TimeoutError
         try:
-            return json.loads(self._connection.recv_bytes())
+            content = self._connection.recv_bytes(MAX_ANSWER_BYTES)
         except (OSError, EOFError) as error:
             raise self._died() from error
+        try:
+            message = json.loads(content)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise self._no_answer(content)
+        return message
+
+    def _no_answer(self, message: object) -> ProcessDied:
+        """The process is stopped, because what it sent next could be taken for the answer to another sample."""
+        self.stop()
+        return ProcessDied(f"it sent what is no answer, {repr(message)[:100]}, and was stopped: its code writes there")
 
     def _died(self) -> ProcessDied:
         """The other end of the socket is closed: the process has ended or is about to."""
         assert self._popen is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=_EXIT_S)  # for its own exit code
-        return ProcessDied(f"it died with exit code {self.stop()}")
+        exit_code = self.stop()
+        if exit_code == MEMORY_EXIT_CODE:
+            limit = f"reward.max_memory_gb={self.max_memory_gb:g}"
+            return ProcessDied(f"it used more memory than {limit} and was ended; use less, or raise that")
+        return ProcessDied(f"it died with exit code {exit_code}")

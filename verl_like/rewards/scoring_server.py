@@ -1,39 +1,39 @@
 """What runs in a reward process: load the function once, then score one sample at a time.
 
-Answers and errors travel to the driver as JSON text, so the driver unpickles no object of custom code.
+Answers and errors travel to the driver as JSON text, so the driver unpickles no object of custom code. Their length is
+bounded, whatever the function returns or raises.
 """
 
 import asyncio
-import ctypes
 import faulthandler
 import functools
 import inspect
 import json
 import os
-import signal
-import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.rewards import loader, registry, remote
+from verl_like.rewards.supervisor import supervise
 
-_PR_SET_PDEATHSIG = 1
+MAX_ANSWER_BYTES = 1 << 20
+"""A longer message of a reward process is refused unread; none that this module makes is."""
+_MAX_EXTRA_BYTES = 64 * 1024
+_MAX_ERROR_CHARS = 4_000
 _STANDARD_ERROR = 2
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 _CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)  # only find and call the function
 
 
-def serve(socket_fd: int, parent_pid: int) -> None:
+def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
     """Runs a reward process: loads the function named in the first message, then scores one sample per message.
 
     It answers whether the function could be loaded. For each sample it answers that it begins, and then the score.
+    A process above this one, its supervisor, ends it and the programs that it started, at the latest with the driver.
     """
-    if sys.platform == "linux":  # a driver that is killed leaves no worker behind, not even one that hangs in C
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before the signal was set
-            os._exit(1)
+    supervise(parent_pid, max_memory_bytes)
     os.set_inheritable(socket_fd, False)
     connection, loop = Connection(socket_fd), asyncio.new_event_loop()
     spec, timeout_s = connection.recv()
@@ -44,7 +44,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
         problem = str(error)
     except BaseException as error:
         problem = f"custom_reward_function.path={spec.path} fails on import: {type(error).__name__}: {error}"
-    connection.send_bytes(json.dumps({"load_error": problem}).encode())
+    connection.send_bytes(json.dumps({"load_error": problem and _clipped(problem)}).encode())
     while problem is None:
         try:
             sample = connection.recv()
@@ -72,7 +72,7 @@ def _score(
         return _checked(result)
     except BaseException as error:  # custom code: even SystemExit is an error of this sample
         problem = f"{type(error).__name__}: {error}{_place(error, reward_fn)}"
-        return {"error": problem, "timed_out": isinstance(error, TimeoutError)}
+        return {"error": _clipped(problem), "timed_out": isinstance(error, TimeoutError)}
 
 
 def _checked(result: Any) -> dict[str, Any]:
@@ -84,24 +84,41 @@ def _checked(result: Any) -> dict[str, Any]:
             return _bad_return(result, "a dict without the key 'score'")
         extra = {str(key): _plain(value) for key, value in score.items() if key != "score"}
         score = _plain(score["score"])
-    if score is None:
-        return {"score": None, "extra": extra}
-    if not isinstance(score, bool | int | float):
+    if score is not None and not isinstance(score, bool | int | float):
         return _bad_return(result, f"a {type(score).__name__}")
-    if not abs(score) <= registry.MAX_SCORE:  # also NaN
+    if score is not None and not abs(score) <= registry.MAX_SCORE:  # also NaN
         return _bad_return(result, str(float(score)))
     for key, value in extra.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            found = f"extra {key!r} of type {type(value).__name__}, which is no JSON value ({error})"
-            return _bad_return(result, found)
-    return {"score": float(score), "extra": extra}
+        if problem := _problem_of_extra(value) or _problem_of_extra(key):
+            return _bad_return(result, f"extra {_clipped(key, 100)!r} {problem}")
+    if len(json.dumps(extra)) > _MAX_EXTRA_BYTES:
+        return _bad_return(result, f"extra metrics of more than {_MAX_EXTRA_BYTES} bytes in JSON")
+    return {"score": None if score is None else float(score), "extra": extra}
+
+
+def _problem_of_extra(value: Any) -> str:
+    """What is wrong with the value of an extra metric; empty if nothing is. NaN is a missing number."""
+    if isinstance(value, int | float) and abs(value) > registry.MAX_SCORE:
+        return f"is {float(value)}"
+    try:
+        text = json.dumps(value, allow_nan=isinstance(value, float), ensure_ascii=False)
+        text.encode()  # half a surrogate pair cannot be written to any file
+    except (TypeError, ValueError) as error:
+        return f"of type {type(value).__name__}, which is no JSON value ({_clipped(str(error), 200)})"
+    return ""
 
 
 def _plain(value: Any) -> Any:
     """NumPy and torch scalars as Python numbers, without importing either."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _clipped(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
+    """A text that can be written to a file, with its middle left out where it is longer."""
+    text = text.encode(errors="backslashreplace").decode()
+    if len(text) <= max_chars:
+        return text
+    return f"{text[: max_chars // 2]} ... {text[-max_chars // 2 :]}"
 
 
 def _bad_return(result: Any, found: str) -> dict[str, Any]:

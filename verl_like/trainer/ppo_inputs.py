@@ -305,4 +305,5 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,
+        max_memory_gb=reward.max_memory_gb,
     )

@@ -35,7 +35,7 @@ resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout
 *.fsdp_size *.strategy *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
 *micro_batch_size_per_gpu *max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
-*.weight_transport detached.max_attempts detached.max_restarts
+*.weight_transport reward.max_memory_gb detached.max_attempts detached.max_restarts
 """.split()  # noqa: SIM905  a list would have a line for each
 """Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
 The files behind a path are compared by their fingerprint."""

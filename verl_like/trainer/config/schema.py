@@ -89,8 +89,10 @@ class RewardConfig(ConfigModel):
     """Processes that score responses."""
     timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds one response may take to score; a process that takes longer is replaced."""
+    max_memory_gb: Annotated[float, Field(gt=0)] = 4.0
+    """Memory of one such process with the programs that it starts, in 10^9 bytes; one that uses more is replaced."""
     on_error: Literal["fail", "skip", "score"] = "fail"
-    """What an exception or a timeout does: fail the run, skip the response, or score it 0."""
+    """What an exception, a timeout or a process that ends does: fail the run, skip the response, or score it 0."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
