@@ -1,5 +1,6 @@
 """Reading, checking and tokenising prompts."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -254,11 +255,37 @@ def test_a_file_that_cannot_be_used_is_named(
     assert re.search(message, str(error.value), re.DOTALL) and name in str(error.value)
 
 
-def test_a_parquet_file_with_bad_text_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = pa.StringArray.from_buffers(1, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"\xff\xfe"))
-    pq.write_table(pa.table({"data_source": text}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"rows.parquet is not a readable Parquet file: .*utf-8"):
+def test_text_of_a_parquet_file_that_is_not_utf8_is_named_by_row_and_field(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = pa.py_buffer(b"good" + b"b\xffd" + b"good")
+    offsets = pa.array([0, 4, 7, 11], pa.int32()).buffers()[1]
+    table = pa.table({"id": [1, 2, 3], "data_source": pa.StringArray.from_buffers(3, offsets, texts)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows.parquet, row 1: field 'data_source' cannot be read: 'utf-8' codec"):
         PromptDataset(str(tmp_path / "rows.parquet"), tokenizer)
+
+
+@pytest.mark.parametrize("depth", [150, 100_000])  # JSON is read to about 1,000
+def test_a_row_that_is_nested_too_deeply_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, depth: int
+) -> None:
+    lines = [json.dumps(row()), '{"extra_info": ' + '{"a": ' * depth + "1" + "}" * depth + "}"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 1: lists or objects are nested deeper than 100 levels"):
+        PromptDataset(str(tmp_path / "rows.jsonl"), tokenizer)
+
+
+def test_many_lists_beside_each_other_are_not_deep(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "rows.jsonl", [row(extra_info={"cells": [[], [{}]] * 300})])
+    assert PromptDataset(file, tokenizer)[0]["extra_info"]["cells"][-1] == [{}]
+
+
+def test_half_a_character_in_a_prompt_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "rows.jsonl", [row(), row("a \ud83d b"), row("\ud83d\ude00")])
+    with pytest.raises(ValueError) as error:
+        PromptDataset(file, tokenizer)
+    assert f"{file}, row 1: field prompt[0]['content'] has \\ud83d at character 2" in str(error.value)
 
 
 def test_no_files_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -273,12 +300,39 @@ def test_the_gsm8k_script_writes_rows_that_load(tmp_path: Path, tokenizer: PreTr
     }
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(sample) + "\n")
-    script = [sys.executable, str(ROOT / "examples/data_preprocess/gsm8k.py")]
-    arguments = ["--local_dir", str(tmp_path), "--out_dir", str(tmp_path / "out")]
-    subprocess.run([*script, *arguments], check=True, capture_output=True, timeout=60)
+    assert gsm8k("--local_dir", str(tmp_path), "--out_dir", str(tmp_path / "out")).returncode == 0
     dataset = PromptDataset([str(tmp_path / "out" / f"{split}.parquet") for split in ("train", "test")], tokenizer)
     assert len(dataset) == 2
     assert dataset[1]["data_source"] == "openai/gsm8k"
     assert dataset[1]["reward_model"] == {"style": "rule", "ground_truth": "1500"}
     assert dataset[1]["extra_info"] == {"split": "test", "index": 0, **sample}
     assert dataset[1]["raw_prompt"][0]["content"].endswith('output the final answer after "####".')
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (None, "has no train.jsonl: give the folder with GSM8K's own JSONL files"),
+        (b'{"question": "a"}', "train.jsonl, row 0: the row has no text 'answer'"),
+        (b'\n{"question": "\xff"', "train.jsonl, row 1: not JSON in UTF-8"),
+        (b'{"question": "a", "answer": "b"}', "train row 0: the answer has no '#### <number>'"),
+    ],
+)
+def test_the_gsm8k_script_refuses_other_files_in_a_sentence(tmp_path: Path, train: bytes | None, message: str) -> None:
+    if train is not None:
+        (tmp_path / "train.jsonl").write_bytes(train)
+    done = gsm8k("--local_dir", str(tmp_path), "--out_dir", str(tmp_path / "out"))
+    assert done.returncode == 2 and done.stderr.startswith("gsm8k.py: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the package datasets is installed")
+def test_the_gsm8k_script_without_a_folder_says_which_package_the_hub_needs(tmp_path: Path) -> None:
+    done = gsm8k("--out_dir", str(tmp_path / "out"))
+    assert done.returncode == 2 and "pip install -e '.[hub]', or give the folder" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def gsm8k(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(ROOT / "examples/data_preprocess/gsm8k.py")]
+    return subprocess.run([*script, *arguments], capture_output=True, text=True, timeout=60)

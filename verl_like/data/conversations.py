@@ -7,12 +7,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.data.rows import bad_row, check_messages, padding_token, read_records, render
+from verl_like.data.rows import bad_row, check_messages, padding_token, read_records, render, require_characters
+from verl_like.data.token_limit import TokenLimit
 from verl_like.protocol import DataProto
 
 Message = Mapping[str, Any]
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids (T,) int64 of a conversation, and which of them (T,) bool are learned."""
+
+
+class OverlongText(ValueError):
+    """A text that has more tokens than `data.max_length`, by its characters alone."""
 
 
 class ConversationDataset:
@@ -62,13 +67,21 @@ class ConversationDataset:
         self.tokenizer, self.template_kwargs = tokenizer, apply_chat_template_kwargs or {}
         self.end_tokens = [token for token in (tokenizer.eos_token_id, *end_tokens) if token is not None]
         self.pad_token_id = padding_token(tokenizer)
+        # Where a longer conversation is cut, its tokens are needed.
+        self.limit = None if overlong == "truncate" else TokenLimit(tokenizer, max_length)
         self.num_dropped = self.num_truncated = 0
         self.longest = self.largest = self.highest_token = (0, "")
         self.last_tokens: set[int] = set()
         self.learns_to_end = False
         self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
         for place, record in read_records(files, max_samples):
-            row, columns = self.read(record, place)
+            try:
+                row, columns = self.read(record, place)
+            except OverlongText:
+                if overlong == "error":
+                    raise
+                self.num_dropped += 1
+                continue
             length = max(len(ids) for ids, _ in row)
             if length > max_length:
                 if overlong == "error":
@@ -96,7 +109,9 @@ class ConversationDataset:
         """The conversations of a row, and its further columns. Raises ValueError for one that cannot be used."""
         has_no_turns = isinstance(record, dict) and not record.get("messages") and not record.get("prompt")
         if has_no_turns and isinstance(record.get("text"), str):
-            tokens = list(self.tokenizer(record["text"])["input_ids"])
+            text = require_characters(record["text"], "field 'text'", place)
+            require_room(text, self.limit, place)
+            tokens = list(self.tokenizer(text)["input_ids"])
             end = self.tokenizer.eos_token_id
             if end is None:
                 raise ValueError(
@@ -108,7 +123,7 @@ class ConversationDataset:
             ids = np.array(tokens, dtype=np.int64)
             return [(ids, np.ones_like(ids, dtype=bool))], {}
         messages, first = messages_of(record, place)
-        return [tokens_of(messages, first, self.tokenizer, self.template_kwargs, place)], {}
+        return [tokens_of(messages, first, self.tokenizer, self.template_kwargs, place, self.limit)], {}
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
         """Raises ValueError where nothing of the row, after it was cut, is learned; `where` says if it was."""
@@ -155,6 +170,15 @@ class ScoredDataset(ConversationDataset):
         return conversations, {"score": float(score)}
 
 
+def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
+    """Raises OverlongText for a text that has more tokens than the limit, by its characters alone."""
+    if limit and limit.is_exceeded(text):
+        raise OverlongText(
+            f"{place}: the conversation is longer than data.max_length={limit.max_tokens}: it has "
+            f"{limit.reason(text)}; raise it, or set data.overlong=drop or truncate"
+        )
+
+
 def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
     """The messages of a row, and from which on they are learned. Raises ValueError for a row of another form."""
     expected = "messages, prompt and response, or text"
@@ -187,13 +211,15 @@ def tokens_of(
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: Mapping[str, Any],
     place: str,
+    limit: TokenLimit | None = None,
 ) -> Tokens:
     """The conversation, of which is learned what an assistant writes in messages from `first` on.
 
     Raises ValueError for an empty turn or one without a turn before it, and where the template changes earlier turns by
-    later ones, or fails.
+    later ones, or fails; OverlongText for what has more tokens than `limit` by its characters alone.
     """
     text, pieces = render(tokenizer, messages, place, template_kwargs), []
+    require_room(text, limit, place)
     for count, message in enumerate(messages):
         if message["role"] == "assistant" and count >= first:
             if not count or not (message["content"].strip() or message.get("tool_calls")):

@@ -46,7 +46,7 @@ class PreferenceDataset(ConversationDataset):
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
         tokens = [
-            self.without_tail(tokens_of(messages, num_alike, self.tokenizer, self.template_kwargs, place))
+            self.without_tail(tokens_of(messages, num_alike, self.tokenizer, self.template_kwargs, place, self.limit))
             for messages in answers.values()
         ]
         return tokens, {"margin": float(margin)}

@@ -1,5 +1,6 @@
 """The prompts of a run, tokenised once when they are loaded."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -8,7 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.data.rows import PromptRow, padding_token, read_prompt_rows, render
+from verl_like.data.token_limit import TokenLimit
 from verl_like.protocol import DataProto
+
+_PORTION_CHARACTERS = 1 << 22
 
 
 class PromptDataset:
@@ -50,10 +54,19 @@ class PromptDataset:
             )
         self.pad_token_id = padding_token(tokenizer)
         rows = read_prompt_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples)
-        prompts = _tokenize(rows, tokenizer, apply_chat_template_kwargs or {})
+        options = {**(apply_chat_template_kwargs or {}), "add_generation_prompt": True}
+        texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
+        num_rows = len(rows)
+        if filter_overlong_prompts or truncation == "error":  # else every text is needed as tokens
+            limit = TokenLimit(tokenizer, max_prompt_length)
+            fits = [not limit.is_exceeded(text) for text in texts]
+            if not filter_overlong_prompts and not all(fits):
+                raise _overlong_text(rows[fits.index(False)], limit, texts[fits.index(False)])
+            rows, texts = list(itertools.compress(rows, fits)), list(itertools.compress(texts, fits))
+        prompts = _tokenize(rows, texts, tokenizer)
         overlong = [index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length]
-        self.num_filtered = len(overlong) if filter_overlong_prompts else 0
-        self.num_truncated = len(overlong) - self.num_filtered
+        self.num_filtered = num_rows - len(rows) + len(overlong) if filter_overlong_prompts else 0
+        self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
         if self.num_filtered:
             rows = [row for row, prompt in zip(rows, prompts, strict=True) if len(prompt) <= max_prompt_length]
             prompts = [prompt for prompt in prompts if len(prompt) <= max_prompt_length]
@@ -110,17 +123,37 @@ class PromptDataset:
         return DataProto.from_dict({key: torch.from_numpy(array) for key, array in tensors.items()}, objects)
 
 
-def _tokenize(
-    rows: list[PromptRow], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> list[list[int]]:
-    options = {**template_kwargs, "add_generation_prompt": True}
-    texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
-    # As apply_chat_template(tokenize=True) does, but for all rows at once: the template has the special tokens already.
-    prompts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+def _tokenize(rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    prompts: list[list[int]] = []
+    for portion in _portions(texts):
+        # As apply_chat_template(tokenize=True) does, but for many rows: the template has the special tokens already.
+        prompts += tokenizer(portion, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise ValueError(f"{row.place}: the prompt has no tokens after the chat template, expected at least one")
     return prompts
+
+
+def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in portions of some seconds for the tokenizer, within which no signal is handled."""
+    portion: list[str] = []
+    num_characters = 0
+    for text in texts:
+        portion.append(text)
+        num_characters += len(text)
+        if num_characters > _PORTION_CHARACTERS:
+            yield portion
+            portion, num_characters = [], 0
+    if portion:
+        yield portion
+
+
+def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
+    return ValueError(
+        f"{row.place}: the prompt is longer than data.max_prompt_length={limit.max_tokens}: it has "
+        f"{limit.reason(text)}. Choose one: data.filter_overlong_prompts=True to leave such prompts out; "
+        "data.truncation=left (or middle) to keep their end; data.truncation=right to keep their beginning"
+    )
 
 
 def _overlong_error(rows: list[PromptRow], prompts: list[list[int]], overlong: list[int], limit: int) -> ValueError:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from transformers import PreTrainedTokenizerBase
 _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of other frameworks for what a prompt shows beside its text, which no model here is given."""
+
+_MAX_NESTING = 100
+"""Lists and objects in each other in a row."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,13 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
         raise ValueError(f"data file {file} does not exist (looked for {path.resolve()})")
     if path.suffix == ".parquet":
         try:
-            return list(enumerate(pq.read_table(path).to_pylist()))
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
             raise ValueError(f"data file {file} is not a readable Parquet file: {error}") from error
+        try:
+            return list(enumerate(table.to_pylist()))
+        except (ValueError, OverflowError) as error:  # such as text that is not UTF-8
+            raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
         lines = enumerate(path.read_bytes().split(b"\n"))
         return [(index, _parse_json(line, f"{file}, row {index}")) for index, line in lines if line.strip()]
@@ -87,11 +95,47 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
     raise ValueError(f"data file {file} ends in {path.suffix!r}, expected .parquet, .jsonl or .json")
 
 
+def _first_unreadable(table: pa.Table, file: str) -> str:
+    """The first row and field of a table that Python has no value for."""
+    for index in range(table.num_rows):
+        for name in table.column_names:
+            try:
+                table[name].slice(index, 1).to_pylist()
+            except (ValueError, OverflowError):
+                return f"{file}, row {index}: field {name!r}"
+    raise AssertionError("every field can be read by itself")
+
+
 def _parse_json(text: bytes, place: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8"))
+        value = json.loads(text.decode("utf-8"))
+    except RecursionError:
+        raise _too_deep(place) from None
     except ValueError as error:  # also UnicodeDecodeError
         raise ValueError(f"{place}: not JSON in UTF-8: {error}") from error
+    if text.count(b"[") + text.count(b"{") > _MAX_NESTING:
+        _require_shallow(value, place)
+    return value
+
+
+def _require_shallow(value: Any, place: str) -> None:
+    """Raises ValueError for what later steps, which go down by recursion, could not send or compare."""
+    level = [value]
+    for _ in range(_MAX_NESTING):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += each.values()
+            elif isinstance(each, list):
+                below += each
+        if not below:
+            return
+        level = below
+    raise _too_deep(place)
+
+
+def _too_deep(place: str) -> ValueError:
+    return ValueError(f"{place}: lists or objects are nested deeper than {_MAX_NESTING} levels; correct the row")
 
 
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
@@ -140,7 +184,19 @@ def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise bad_row(place, f"{name}[{key!r}]", message.get(key), 'a text, which beside tool_calls may be ""')
+            require_characters(message[key], f"{name}[{key!r}]", place)
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def require_characters(text: str, field: str, place: str) -> str:
+    """The text. Raises ValueError where it has a lone surrogate, which JSON can write and no tokenizer reads."""
+    if found := re.search("[\ud800-\udfff]", text):
+        code = f"\\u{ord(found[0]):04x}"
+        raise ValueError(
+            f"{place}: {field} has {code} at character {found.start()}, which is half of a character; expected text "
+            "that can be written in UTF-8"
+        )
+    return text
 
 
 def render(
@@ -149,12 +205,13 @@ def render(
     """The text that the chat template makes of messages; raises ValueError, which names the row, where it fails."""
     chat: Any = list(messages)
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # a template may raise anything
         raise ValueError(
             f"{place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
             f"{[message['role'] for message in messages]}: {type(error).__name__}: {error}"
         ) from error
+    return require_characters(text, "the text of the chat template", place)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
