@@ -9,7 +9,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ray
 import torch
 from torch import nn
 from transformers import (
@@ -22,9 +21,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from verl_like.claims import claim, remove_abandoned
 from verl_like.export import ADAPTER, export
 from verl_like.single_controller.local import LocalWorkerGroup
-from verl_like.single_controller.ray.start import start_ray
+from verl_like.single_controller.ray.start import end_ray, start_ray
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import worker_template
 from verl_like.trainer.checkpoint import folder_of_step
@@ -281,7 +281,9 @@ class PPOTrainer:
         """
         num_steps = num_episodes * max_timesteps // update_timesteps
         with contextlib.ExitStack() as cleanup:
-            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+            remove_abandoned(Path(tempfile.gettempdir()), "verl_like_*")
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="verl_like_")))
+            cleanup.callback(claim(folder).close)
             is_local = self.strategy.device == "cpu" and self.strategy.name == "single"
             template = None
             if self.strategy.device == "cpu" and not is_local:  # as the command starts workers
@@ -294,7 +296,7 @@ class PPOTrainer:
                 reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
             if not is_local:
                 start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
-                cleanup.callback(ray.shutdown)
+                cleanup.push(lambda kind, *_: end_ray(keep_logs=kind is not None))
             recorder = RunRecorder(config, PPO_DISPLAY)
             cleanup.callback(recorder.close, "Ended.")  # before Ray ends: workers may be writing a checkpoint
             trainer_class: Any = get_trainer()

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from verl_like.data.sampler import EpochSampler
-from verl_like.single_controller.ray.start import start_ray
+from verl_like.single_controller.ray.start import end_ray, start_ray
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
@@ -93,7 +93,7 @@ def main(overrides: list[str]) -> None:
         print(f"step {step}: {scores}")
     print(f"{num_batches} batches of experience, weights of version {version}")
     print(ray.get(ledger.counts.remote(), timeout=MINUTES))
-    ray.shutdown()
+    end_ray(keep_logs=False)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from source_tree import PACKAGE, parse, python_files, relative
 from verl_like.workers.engine.base import TrainingEngine
 
 LAYER = {
+    "claims": 0,
     "config_model": 0,
     "plugins": 0,
     "protocol": 0,

@@ -45,7 +45,8 @@ def test_no_module_assigns_into_a_third_party_module():
         modules = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
         targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
         for target in targets:
-            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in modules:
+            is_setting = ast.unparse(target) == "tempfile.tempdir"  # which Python documents as one
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in modules and not is_setting:
                 violations.append(f"{relative(path)}:{target.lineno} {ast.unparse(target)}")
     assert not violations, f"third-party modules are not patched: {violations}"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SPLIT, metrics_of, tiny_run_settings
+from runs import SPLIT, kill_driver, metrics_of, tiny_run_settings
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.ray
@@ -140,3 +140,20 @@ def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Pa
     assert re.search(rf"critic rank 1 \(node [\d.]+, pid {victim}\) died during \w+", message)
     assert_nothing_is_left(family)
     assert "died" in (tmp_path / "runs/latest/report.html").read_text()
+
+
+@pytest.mark.proof
+def test_of_a_killed_run_with_vllm_the_next_start_finds_everything_and_the_terminal_stays_readable(
+    start: Callable[..., subprocess.Popen], tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(ray_folder))
+    settings = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=float32"]
+    killed = start(*settings)
+    wait_for_steps(tmp_path, killed, num_rows=2)
+    kill_driver(killed)
+    assert list(ray_folder.rglob("vllm_dist_*"))
+    assert (tmp_path / "err").read_text() == ""
+    again = start(*settings, "trainer.resume_mode=disable", "trainer.total_training_steps=1")
+    assert again.wait(timeout=DEADLINE_S) == 0, (tmp_path / "err").read_text()
+    left = [path.name for path in (*ray_folder.iterdir(), *(ray_folder / "ray").iterdir())]
+    assert not [name for name in left if name.startswith(("vllm", "verl_like", "session"))], left

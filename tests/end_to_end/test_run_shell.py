@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import toy_trainer
+from runs import kill_driver
 from test_interruptions import assert_nothing_is_left, heed_interrupts
 
 from verl_like.trainer import run
@@ -80,6 +81,26 @@ def test_it_is_interrupted_with_130_and_leaves_a_report_and_no_process(tmp_path:
     assert "Interrupted" in out and "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()
 
 
+@pytest.mark.ray
+def test_a_killed_run_leaves_a_folder_until_the_next_starts_and_one_that_ends_well_leaves_none(
+    tmp_path: Path, ray_folder: Path
+):
+    killed = start(tmp_path, "target=0.5", "trainer.steps=1000000")
+    deadline = time.monotonic() + DEADLINE_S
+    while not (tmp_path / "runs/latest/metrics.jsonl").exists() or not metrics_of(tmp_path):
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    kill_driver(killed)
+    killed.communicate(timeout=DEADLINE_S)
+    (left,) = ray_folder.glob("ray/session_2*")
+    (ray_folder / "ray/session_of_another").mkdir()
+    process = start(tmp_path, "target=0.5", "trainer.steps=4")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert not left.exists()
+    assert [path.name for path in ray_folder.glob("ray/session_*")] == ["session_of_another"]
+
+
 def test_a_folder_that_cannot_be_written_is_refused_with_exit_code_2(tmp_path: Path):
     (tmp_path / "file").touch()
     process = start(tmp_path, "target=0.5", f"trainer.default_local_dir={tmp_path}/file/runs")
@@ -99,6 +120,6 @@ def test_a_full_disk_ends_a_run_with_where_its_checkpoints_are(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     assert run.train(toy_trainer.ToyInputs(config), fit, recorder) == 1
-    err = capfd.readouterr().err
+    out, err = capfd.readouterr()
     assert "No space left on device. Earlier checkpoints are as they were." in err and str(recorder.run_dir) in err
-    assert "The report is not written" in err
+    assert "The report is not written" in out

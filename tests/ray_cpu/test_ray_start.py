@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import ray
 from verl_like.single_controller import Dispatch, Worker, register
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
+from verl_like.single_controller.ray.start import cluster_address, end_ray, require_cluster, start_ray
 
 pytestmark = pytest.mark.ray
 
@@ -111,6 +112,13 @@ class Titled(Worker):
         process = psutil.Process()
         return process.cmdline()[0], process.nice()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leaves_a_file(self) -> str:
+        descriptor, path = tempfile.mkstemp(dir=os.environ["TMPDIR"])
+        os.close(descriptor)
+        assert Path(path).parent == Path(tempfile.gettempdir())
+        return path
+
 
 def test_processes_show_role_rank_and_method_and_have_the_drivers_priority():
     start(None)
@@ -119,3 +127,18 @@ def test_processes_show_role_rank_and_method_and_have_the_drivers_priority():
     assert group.seen() == [(f"ray::critic rank {rank} seen", os.nice(0)) for rank in range(2)]
     idle = [psutil.Process(pid).cmdline()[0] for pid in group.worker_pids]
     assert idle == ["ray::critic rank 0", "ray::critic rank 1"]
+
+
+def test_what_workers_leave_in_the_folder_of_temporary_files_goes_with_the_session_unless_the_logs_are_kept(ray_folder):
+    sessions = []
+    for keep_logs in (True, False):
+        start(None)
+        group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Titled), role="critic")
+        (left,) = group.leaves_a_file()
+        assert Path(left).is_relative_to(ray_folder / "ray")
+        end_ray(keep_logs)
+        assert Path(left).exists() == keep_logs
+        sessions.append(Path(left).parent.parent)
+    # The second start removed what the first had kept.
+    assert [session.parent for session in sessions] == [ray_folder / "ray"] * 2
+    assert not any(session.exists() for session in sessions)

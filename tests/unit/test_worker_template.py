@@ -53,7 +53,20 @@ def test_without_its_template_a_worker_starts_as_any_process(script: Path):
     assert answer["preloaded"] is False and answer["given"] == "a worker's" and answer["arguments"] == ["--rank", "3"]
 
 
-def test_a_template_ends_with_the_process_that_started_it():
+def test_a_template_ends_without_the_last_words_of_what_it_imported(tmp_path: Path):
+    (tmp_path / "talkative.py").write_text("import atexit\natexit.register(print, 'leaked')\n")
+    program = (
+        "from verl_like.trainer import worker_template\n"
+        "template = worker_template.start(['talkative'])\n"
+        "template.process.stdin.close()\n"
+        "assert template.process.wait(timeout=60) == 0\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_when_the_next_starts(tmp_path: Path):
     program = (
         "from verl_like.trainer import worker_template\n"
         "template = worker_template.start([])\n"
@@ -61,9 +74,13 @@ def test_a_template_ends_with_the_process_that_started_it():
         "input()\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as driver:
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=env, **pipes) as driver:
         pid = int(driver.stdout.readline())
         assert os.path.exists(f"/proc/{pid}")
         driver.kill()
+    (left,) = tmp_path.glob("verl_like_*")
     worker_gone = subprocess.run(["tail", "--pid", str(pid), "-f", "/dev/null"], timeout=60)
     assert worker_gone.returncode == 0
+    subprocess.run([sys.executable, "-c", program], input="", env=env, check=False, capture_output=True, timeout=60)
+    assert not left.exists()

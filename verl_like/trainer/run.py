@@ -9,11 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import ray
-
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
-from verl_like.single_controller.ray.start import cluster_address, require_cluster, start_ray
+from verl_like.single_controller.ray.start import cluster_address, end_ray, require_cluster, start_ray
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
 from verl_like.trainer.engine_check import EngineMismatch
@@ -78,6 +76,7 @@ def train(
 ) -> int:
     """Starts Ray and trains to the end; returns the exit code."""
     outcome = "Failed with an unexpected error; standard error has the traceback."
+    has_failed = True
     try:
         recorder.console.say("Starting Ray and the workers ...")
         ray_init = inputs.config.ray_kwargs.ray_init
@@ -85,9 +84,11 @@ def train(
         signal.signal(signal.SIGTERM, recorder.terminate)
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
+        has_failed = False
         return 0
     except KeyboardInterrupt:
         outcome = "Interrupted; what was written so far is valid."
+        has_failed = False
         return 130
     except (WorkerError, CallTimeout, EngineMismatch, RewardError, PlacementError, UnknownMetric) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
@@ -105,7 +106,7 @@ def train(
             recorder.close(outcome)
         except OSError as error:
             say(f"{outcome} The report is not written: {error}.")
-        ray.shutdown()
+        end_ray(keep_logs=has_failed)
         handle_signals(signal.default_int_handler)
 
 

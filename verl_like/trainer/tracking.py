@@ -16,11 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl_like.protocol.files import read_json
 from verl_like.trainer.checkpoint import write
 
 logger = logging.getLogger(__name__)
 
 IDS = "trackers.json"
+_MAX_ID_BYTES = 1 << 16
 MAX_WAITING = 1000
 """Rows of metrics that wait for one tracker; further ones are left out there."""
 FINISH_S = 30.0
@@ -157,12 +159,10 @@ def _read_ids(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     try:
-        if not file.is_file():
-            raise ValueError("it is no regular file")
-        ids = json.loads(file.read_text())
+        ids = read_json(file, _MAX_ID_BYTES)
         if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
             raise ValueError("expected an object of texts")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
     return ids

@@ -1,11 +1,9 @@
 """A process that has imported what workers need. Each worker of a Ray that is started here is a fork of it.
 
 The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker with the command
-line `WorkerTemplate.command`, this file as a script. The script sends its arguments, environment and standard streams
-to the template and ends when the fork does.
+line `WorkerTemplate.command`, the script `worker_fork.py`, which asks the template for a fork and ends when that does.
 """
 
-import contextlib
 import gc
 import importlib
 import json
@@ -20,6 +18,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from verl_like.claims import claim, remove_abandoned
+from verl_like.trainer import worker_fork
 
 
 @dataclass(frozen=True)
@@ -28,25 +31,32 @@ class WorkerTemplate:
 
     process: subprocess.Popen[bytes]
     folder: tempfile.TemporaryDirectory[str]
+    mark: TextIO
+    """What marks the folder as in use."""
 
     @property
     def command(self) -> str:
         """What Ray starts workers with in place of Python."""
-        return shlex.join([sys.executable, "-S", "-E", __file__, f"{self.folder.name}/socket"])
+        return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, f"{self.folder.name}/socket"])
 
     def close(self) -> None:
         """Ends the template; the workers live on."""
         self.process.kill()
         self.process.wait(timeout=60)
         self.folder.cleanup()
+        self.mark.close()
 
 
 def start(modules: Sequence[str]) -> WorkerTemplate:
     """Starts a template that imports these modules, and returns at once. The template ends with this process.
 
+    What templates of killed processes left is removed.
+
     No module may import Ray, which reads the environment when it is imported: each worker has another environment.
     """
+    remove_abandoned(Path(tempfile.gettempdir()), "verl_like_*")
     folder = tempfile.TemporaryDirectory(prefix="verl_like_")
+    mark = claim(Path(folder.name))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder.name}/socket")  # only this user can open the folder
         listener.listen(128)
@@ -54,11 +64,11 @@ def start(modules: Sequence[str]) -> WorkerTemplate:
         # Libraries read the number of threads when they are loaded; a fork sets its own.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
-    return WorkerTemplate(process, folder)
+    return WorkerTemplate(process, folder, mark)
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Imports, then forks a worker for each connection until standard input ends."""
+    """Imports, then forks a worker for each connection until standard input ends. Returns in workers alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles an interrupt of the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombie
     for module in modules:
@@ -71,6 +81,8 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             _become_worker(connection)
             return
         connection.close()
+    # Without the end of Python, in which libraries list on the terminal of a killed driver what they still hold.
+    os._exit(0)
 
 
 def _become_worker(connection: socket.socket) -> None:
@@ -94,25 +106,6 @@ def _become_worker(connection: socket.socket) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def ask_for_fork(path: str, arguments: list[str]) -> None:
-    """Has the template at `path` run a script, and waits for its end; without a template, runs it here."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:
-        os.execv(sys.executable, [sys.executable, *arguments])
-    blocked = list(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
-    message = json.dumps(request | {"blocked_signals": blocked}).encode() + b"\0"
-    sent = socket.send_fds(connection, [message], [0, 1, 2])
-    connection.sendall(message[sent:])
-    with contextlib.suppress(ConnectionError):
-        connection.recv(1)
-
-
 if __name__ == "__main__":
-    first, *rest = sys.argv[1:]
-    if first.isdecimal():
-        serve(socket.socket(fileno=int(first)), rest)
-    else:
-        ask_for_fork(first, rest)
+    number, *names = sys.argv[1:]
+    serve(socket.socket(fileno=int(number)), names)

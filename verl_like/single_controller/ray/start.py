@@ -1,21 +1,31 @@
-"""Starts a Ray on this machine, or joins the one that is named."""
+"""Starts a Ray on this machine, or joins the one that is named; ends it."""
 
+import contextlib
 import logging
 import os
 import queue
 import signal
 import socket
 import threading
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import ray
+import ray._private.worker
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+from verl_like.claims import claim, remove_abandoned, remove_claimed
 from verl_like.single_controller.failure import PlacementError
 
 ANSWER_DEADLINE_S = 8.0
+ENDING_S = 10.0
+"""Longest wait for the folder of a Ray that was ended to become empty."""
+
+_claims: dict[Path, TextIO] = {}
+"""The session folder of each Ray that this process started, and what marks it as in use."""
 
 
 def cluster_address(configured: str | None) -> str | None:
@@ -57,9 +67,12 @@ def require_cluster(address: str) -> None:
 def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
     """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on this machine.
 
-    `worker_command` takes the place of Python in the command line of that Ray's workers. Raises PlacementError if there
-    is no cluster at the address, or this machine is not a part of it.
+    `worker_command` takes the place of Python in the command line of that Ray's workers. The folders of Rays whose
+    driver was killed are removed. Raises PlacementError if there is no cluster at the address, or this machine is not
+    a part of it.
     """
+    if not address:
+        remove_abandoned(Path(get_default_ray_temp_dir()), "session_*")
     # An error of a worker is reported once, by the call that waits for it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -74,6 +87,10 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
         ray.init(
             address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else local)
         )
+        if not address:
+            node: Any = ray._private.worker._global_node
+            session = Path(node.get_session_dir_path())
+            _claims[session] = claim(session)
     except ConnectionError as error:
         raise PlacementError(
             f"the Ray cluster at {address} cannot be joined from this machine ({error.__cause__ or error}): start the "
@@ -83,3 +100,20 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def end_ray(keep_logs: bool) -> None:
+    """Ends the Ray that was started, with its folder unless the logs are kept, or leaves the one that was joined.
+
+    Kept logs are removed when the next Ray starts.
+    """
+    ray.shutdown()
+    for session, mark in _claims.items():
+        if not keep_logs:
+            with contextlib.suppress(OSError):  # somebody else removed it
+                remove_claimed(session, ENDING_S)  # Ray's agents end a moment later
+            latest = session.with_name("session_latest")
+            if latest.is_symlink() and not latest.exists():
+                latest.unlink(missing_ok=True)
+        mark.close()
+    _claims.clear()

@@ -1,6 +1,7 @@
 """The one Ray actor class: a process of a pool that holds the workers of one or several roles."""
 
 import os
+import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class WorkerProcess:
 
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
         """Make the workers, once the group's master address is known."""
+        _keep_temporary_files_with_the_session()
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
         type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"  # what Ray shows in `ps` between calls
         for role, class_with_args in classes.items():
@@ -86,3 +88,13 @@ class WorkerProcess:
         setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
         args, kwargs = [unpack(value) for value in args], {name: unpack(value) for name, value in kwargs.items()}
         return self.invoker.run(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
+
+
+def _keep_temporary_files_with_the_session() -> None:
+    """What libraries leave behind when they are killed, such as vLLM its rendezvous, goes with Ray's session folder."""
+    # Compiled code outlives a session.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    ray_node: Any = ray._private.worker._global_node
+    folder = f"{ray_node.get_session_dir_path()}/tmp"
+    os.makedirs(folder, exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
