@@ -27,10 +27,13 @@ from transformers.utils import cached_file
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention
+from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
 
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
 """The key of the teacher's model: only its path is its own, its other settings are the policy's."""
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 HEADS_FILE = "heads/model.safetensors"
 """In a model's folder, the heads besides the model's own."""
@@ -141,7 +144,11 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
     with torch.device("meta"):
-        model = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        try:
+            model = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        except Exception as error:  # sizes that do not go together may break its class anywhere
+            path = f"{model_setting(key, 'path')}={config.path}"
+            raise ValueError(f"{path}: no model can be made of its config.json ({_said(error)}).") from error
         add_adapter(model, decoder_layers(model), config, key)
     return model
 
@@ -160,17 +167,27 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             f"{path_key}={config.path}: there is no model ({Path(path).absolute() / 'config.json'} does not exist); "
             "give the folder of a Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
         )
+    if not Path(path).is_dir():
+        require_hub_model(path, f"{path_key}={config.path}")
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"{path_key}={config.path}: neither a folder nor a model of the hub ({error}).") from error
+    except Exception as error:  # what is wrong in a file may break its reader anywhere
+        raise ValueError(f"{path_key}={config.path}: its config.json cannot be used ({_said(error)}).") from error
     for name, value in config.hf_overrides.items():
         if not hasattr(hf_config, name):
             raise ValueError(
                 f"{overrides}.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
                 f"it has {sorted(hf_config.to_dict())}."
             )
-        setattr(hf_config, name, value)
+        try:
+            setattr(hf_config, name, value)
+        except Exception as error:  # transformers checks the types of some
+            raise ValueError(f"{overrides}.{name}={value!r}: {_said(error)}") from error
+    for name in _SIZES:
+        size = getattr(hf_config.get_text_config(), name, None)
+        if isinstance(size, int) and size < 1:
+            key = f"{overrides}.{name}" if name in config.hf_overrides else f"{path_key}={config.path}: {name}"
+            raise ValueError(f"{key}={size} in the model's configuration, expected a positive number.")
     kinds = getattr(hf_config.get_text_config(), "layer_types", None) or []
     if unsupported := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         raise ValueError(
@@ -244,12 +261,34 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
 
     The classes of transformers build normalizer, pre-tokenizer and decoder anew, whatever the file says: a byte-level
     tokenizer that is labelled `LlamaTokenizerFast`, as DeepSeek-LLM's is, loses its spaces. They are asked only where
-    there is no such file.
+    there is no such file. Raises ValueError, which names file or folder, for files that are no tokenizer.
     """
     path = os.path.expanduser(config.tokenizer)
-    if tokenizer_file(config) is None:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    return PreTrainedTokenizerFast.from_pretrained(path)
+    file = tokenizer_file(config)
+    try:
+        if file is None:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    except Exception as error:  # what is wrong in a file may break its reader anywhere
+        raise ValueError(
+            f"{_unreadable(file) or path}: no tokenizer can be read there ({_said(error)}); copy it anew, or set "
+            "model.tokenizer_path to a folder with a tokenizer of this vocabulary."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """What an error of a library says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _unreadable(file: str | None) -> str | None:
+    """The `tokenizer.json`, if it is what cannot be read, and not a file beside it."""
+    try:
+        if file is not None:
+            Tokenizer.from_file(file)
+    except Exception:
+        return file
+    return None
 
 
 def tokenizer_file(config: TrainedModelConfig) -> str | None:

@@ -1,0 +1,38 @@
+"""Asks the hub whether it has a model, with a deadline: transformers tries for a minute where nothing answers."""
+
+import queue
+import threading
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+_ANSWER_S = 8.0
+
+
+def require_hub_model(name: str, setting: str) -> None:
+    """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that it has it.
+
+    `setting` is the key and its value, for the message.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return  # the loader then looks into the cache alone
+    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+                get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_ANSWER_S)
+            answer.put(None)
+        except Exception as error:  # whatever it is, it is why there is no model
+            answer.put(error)
+
+    threading.Thread(target=ask, name="ask the hub", daemon=True).start()
+    try:
+        error = answer.get(timeout=_ANSWER_S)
+    except queue.Empty:
+        error = TimeoutError(f"no answer within {_ANSWER_S:g} s")
+    if error is not None:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{setting}: neither a folder, nor a model in this machine's cache, nor one that {constants.ENDPOINT} "
+            f"gives ({reason}); give the folder of a model, correct the name, or download it first: hf download."
+        ) from error
