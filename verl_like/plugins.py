@@ -12,7 +12,7 @@ def import_plugins(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script may end itself
             raise ValueError(
                 f"plugins: {module} cannot be imported ({type(error).__name__}: {error}): correct the module, or give "
                 "package.module with the package on PYTHONPATH"

@@ -5,11 +5,12 @@ import json
 import subprocess
 import sys
 
-from source_tree import PACKAGE, parse, python_files
+from source_tree import PACKAGE, ROOT, parse, python_files
 
 from verl_like.trainer.config import PPOConfig
 from verl_like.trainer.config.compose import leaves
 from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig
 
 MAX_LEAVES = 150
 # The options of one technique, which count with it and not with what a run asks of everybody.
@@ -31,6 +32,14 @@ def test_the_entry_point_has_at_most_150_keys():
     """The options of an algorithm stand in its own file and are no leaves of the schema."""
     number = sum(not path.startswith(TECHNIQUES) for path, _, _ in leaves(PPOConfig))
     assert number <= MAX_LEAVES, f"{number} keys: a new key needs a user, and one without a user can go"
+
+
+def test_the_readme_says_how_many_keys_there_are():
+    of_examples = [len(list(leaves(schema))) for schema in (SFTConfig, RMConfig, DPOConfig, ILQLConfig)]
+    claim = (
+        f"{len(list(leaves(PPOConfig)))} for PPO, {min(of_examples)} to {max(of_examples)} for each trainer on examples"
+    )
+    assert claim in (ROOT / "README.md").read_text(), f"write: {claim}"
 
 
 def test_every_key_is_documented():

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import pytest
 import ray
 import torch
 from runs import data_row, tiny_run_settings
-from transformers import AutoModelForCausalLM, AutoTokenizer, DogeConfig, LlamaConfig, StableLmConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DogeConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    StableLmConfig,
+)
 
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
@@ -178,20 +187,25 @@ def test_a_data_source_without_a_reward_is_a_warning_where_the_run_skips_its_row
 
 
 GDPO = ["algorithm.adv_estimator=gdpo", "critic.enable=false"]
+BUILT_IN = "custom_reward_function.path=null"
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=ac"], "returns only reward, acc:"),
+        # verl's value for DAPO, with rules that return nothing beside the score.
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", BUILT_IN],
+            "filter_groups.metric=acc, but the reward function returns only reward:",
+        ),
         (
             [*GDPO, "algorithm.gdpo_reward_keys=[acc,form]"],
             "names form, but the rewards of this run are rule_scores, acc:",
         ),
-        # The built-in rule returns nothing beside the score; other functions may.
         (
-            [*GDPO, "algorithm.gdpo_reward_keys=[rule_scores,rm_scores/judge]", "custom_reward_function.path=null"],
-            "names rm_scores/judge, but the rewards of this run are rule_scores:",
+            [*GDPO, "algorithm.gdpo_reward_keys=[rule_scores,acc,rm_scores/judge]", BUILT_IN],
+            "names acc, rm_scores/judge, but the rewards of this run are rule_scores:",
         ),
     ],
 )
@@ -214,6 +228,22 @@ def test_cuda_without_a_device_is_refused(refusal: Refusal):
 def test_a_worker_class_that_cannot_be_imported_is_refused(refusal: Refusal):
     message = refusal("worker_classes.actor=no_such_package.Actor")
     assert "worker_classes.actor" in message and "no_such_package" in message
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit('no licence')", "1 / 0"])
+def test_a_module_of_a_role_that_ends_itself_is_refused(
+    refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+):
+    (tmp_path / "ending_role.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal("worker_classes.judge=ending_role.Judge", "role_mapping.judge=global_pool")
+    assert "worker_classes.judge=ending_role.Judge cannot be imported" in message and "Traceback" not in message
+
+
+def test_a_custom_role_that_adds_no_columns_is_refused(refusal: Refusal):
+    of_actor = "verl_like.workers.actor.ActorWorker"
+    message = refusal(f"worker_classes.judge={of_actor}", "role_mapping.judge=global_pool")
+    assert f"worker_classes.judge={of_actor} has no registered method annotate" in message
 
 
 @pytest.fixture
@@ -282,6 +312,21 @@ def test_a_critic_and_a_reward_model_with_fewer_positions_than_a_response_may_ta
 def test_a_model_that_drops_activations_in_training_is_refused(refusal: Refusal):
     message = refusal("critic.model.override_config={attention_dropout: 0.25}")
     assert "set critic.model.override_config.attention_dropout=0.0" in message
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_async"])
+def test_a_model_whose_weights_vllm_turns_round_is_refused_with_it(
+    refusal: Refusal, tmp_path: Path, tiny_llama: Callable, engine: str
+):
+    folder, llama = tiny_llama()
+    shutil.copytree(folder, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": llama.config.vocab_size}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(eos_token_id=1, **sizes, **no_dropout)).save_pretrained(tmp_path / "gpt2")
+    rollout = [f"actor_rollout_ref.rollout.{key}" for key in (f"name={engine}", "weight_transport=shared_memory")]
+    message = refusal(f"actor_rollout_ref.model.path={tmp_path}/gpt2", *rollout)
+    assert f"actor_rollout_ref.model.path={tmp_path}/gpt2: transformer.h.0.attn.c_attn keeps its weights" in message
+    assert "set actor_rollout_ref.rollout.name=hf" in message
 
 
 def test_what_gets_an_adapter_is_looked_for_in_the_critics_own_class(refusal: Refusal):

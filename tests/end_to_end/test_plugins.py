@@ -13,6 +13,8 @@ from test_local_step import run_locally
 
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer import ppo_trainer
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.config.errors import ConfigError
 
 
 def test_a_run_whose_parts_come_from_plugins_equals_the_built_in_one(
@@ -59,3 +61,15 @@ def test_the_process_of_a_worker_imports_the_plugins_before_it_makes_the_worker(
         "assert worker == {'size': 3} and sys.modules['seen_by_worker'].SEEN\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path), pickle.dumps(built).hex()], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit('no licence')", "import no_such_module", "1 / 0"])
+def test_a_plugin_that_cannot_be_imported_is_refused_with_its_name(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "ending_plugin.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"plugins: ending_plugin cannot be imported \((SystemExit|M|Z)"):
+        load_ppo_config(
+            ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m", "plugins=[ending_plugin]"]
+        )

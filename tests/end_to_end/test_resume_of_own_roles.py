@@ -26,10 +26,6 @@ class Judge(Worker):
     def __init__(self, config):
         self.num_judged = 0
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self):
-        pass
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=["response_mask"], writes=["judged"])
     def annotate(self, data):
         self.num_judged += 1

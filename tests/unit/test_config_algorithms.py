@@ -138,6 +138,8 @@ def test_an_option_of_another_type_is_refused_by_its_path(plugin: str):
 
 def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
     assert "did you mean vanilla?" in refusal(f"{LOSS}=vanila")
+    # An acronym of its own: nothing is meant.
+    assert "unknown policy loss 'dapo'. Known are " in refusal(f"{LOSS}=dapo")
     assert f"{ESTIMATOR}=geo: unknown advantage estimator 'geo'; did you mean gae?" in refusal(f"{ESTIMATOR}=geo")
 
 

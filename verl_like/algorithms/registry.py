@@ -109,7 +109,8 @@ class Registry:
             importlib.import_module(f"{self.package}.{name}")
         if name not in self.functions:
             known = sorted({*self.file_names(), *self.functions})
-            nearest = difflib.get_close_matches(name, known, 1)
+            # Another first letter makes another acronym: dapo is no sapo.
+            nearest = difflib.get_close_matches(name, [each for each in known if each[:1] == name[:1]], 1)
             raise ValueError(
                 f"unknown {self.kind} {name!r}{f'; did you mean {nearest[0]}?' if nearest else '.'} Known are "
                 f"{', '.join(known)}; a plugin adds one with @{self.decorator}"

@@ -136,12 +136,11 @@ class RewardManager:
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
-    def check(self, samples: list[RewardSample]) -> dict[str, np.ndarray] | None:
+    def check(self, samples: list[RewardSample]) -> dict[str, np.ndarray]:
         """Scores samples with an example response before training.
 
-        Returns what the function returned beside the scores, as in `RewardResult.extra`; None where it returned nothing
-        else for a sample, since it may for others. Raises RewardError if one fails; under on_error="skip", where the
-        run would leave such samples out, only if all fail, and else warns.
+        Returns what the function returned beside the scores, as in `RewardResult.extra`. Raises RewardError if one
+        fails; under on_error="skip", where the run would leave such samples out, only if all fail, and else warns.
         """
         answers = list(self.submit(samples).answers())
         errors = [answer.error for answer in answers if answer.error]
@@ -150,7 +149,7 @@ class RewardManager:
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
         if errors:
             logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
-        return _extra_columns(answers) if all(answer.extra for answer in answers) else None
+        return _extra_columns(answers)
 
     def close(self) -> None:
         """Stops the reward processes; samples that are still being scored are cancelled."""

@@ -50,6 +50,10 @@ class Worker:
         self._mesh_coordinates[mesh_name] = (dp_rank, is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads what the worker computes with, before its other methods are called; nothing where it is inherited."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_dispatch_collect_info(self, mesh_name: str) -> tuple[int, bool]:
         """This rank's (dp_rank, is_collect) in a mesh."""
         if mesh_name not in self._mesh_coordinates:

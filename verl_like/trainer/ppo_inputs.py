@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -81,13 +82,13 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         with tempfile.TemporaryDirectory() as folder:
             train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
     render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)
-    first_prompts = [render(row["raw_prompt"], tokenize=False) for row in itertools.islice(train_dataset, 16)]
+    first_prompts = [render(row["raw_prompt"], tokenize=False)[:10_000] for row in itertools.islice(train_dataset, 16)]
     pretrained.check_tokenizer(tokenizer, config.actor_rollout_ref.model, first_prompts, key="actor_rollout_ref.model")
     if config.needs_teacher and config.actor_rollout_ref.teacher_model:
         check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
     config = with_training_steps(config, len(train_dataset))
     scorer = None
-    numbers: list[str] | None = []
+    numbers: list[str] = []
     every_row = config.custom_reward_function.path is not None
     rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
     num_without_rule = 0 if every_row else sum(not has_rule(row) for row in rows)
@@ -119,15 +120,15 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
     return f"{len(dataset):,} {name} prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
 
 
-def check_names_of_rewards(config: PPOConfig, columns: Collection[str], numbers: Collection[str] | None) -> None:
+def check_names_of_rewards(config: PPOConfig, columns: Collection[str], numbers: Collection[str]) -> None:
     """Raises ValueError where dynamic sampling or the estimator names a reward that the run does not have. `numbers` is
     what `RuleScorer.check` returned."""
     algorithm = config.algorithm
-    if algorithm.filter_groups.enable and numbers is not None:
+    if algorithm.filter_groups.enable:
         require_metric(algorithm.filter_groups.metric, ["reward", *numbers])
     options = read_options(get_adv_estimator_fn(algorithm.adv_estimator), algorithm=algorithm)
     if isinstance(options, AdvantageOptions):
-        options.require_rewards([*columns, *(numbers or [])], are_all=numbers is not None)
+        options.require_rewards([*columns, *numbers])
 
 
 def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]) -> None:
@@ -209,6 +210,7 @@ def check_models(config: PPOConfig) -> None:
             )
     for key, model in models.items():
         check_model_of_role(config, key, model)
+    check_engine_reads(config)
 
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
@@ -244,6 +246,22 @@ def check_tokens(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, highest:
                 f"actor_rollout_ref.model.path={model.path}: set actor_rollout_ref.model.tokenizer_path to the model's "
                 "own tokenizer."
             )
+
+
+def check_engine_reads(config: PPOConfig) -> None:
+    """Raises ValueError for a policy with layers whose weights vLLM turns round when it loads them, as GPT-2's: what it
+    loaded cannot be compared with what was sent."""
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    if engine not in ("vllm", "vllm_async"):
+        return
+    policy = pretrained.empty_model(model, PolicyModel.auto_class, key="actor_rollout_ref.model")
+    turned = [name for name, module in policy.named_modules() if isinstance(module, Conv1D)]
+    if turned:
+        raise ValueError(
+            f"actor_rollout_ref.model.path={model.path}: {turned[0]} keeps its weights as (in, out), which vLLM turns "
+            f"round, so that they cannot be checked there: set actor_rollout_ref.rollout.name=hf, not {engine}, or "
+            "choose another model."
+        )
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,6 +4,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
@@ -57,17 +58,24 @@ def build_role_worker_mapping(
 
 
 def import_worker_class(role: str, path: str) -> type[Worker]:
-    """The class at `package.module.Class`; raises ValueError if it cannot be imported or is not a Worker."""
+    """The class at `package.module.Class`. Raises ValueError if it cannot be imported, is not a Worker, or is that of a
+    custom role without `annotate`."""
     try:
         worker_class = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # the module may raise anything
+        problem = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"worker_classes.{role}={path} cannot be imported ({error}): give package.module.Class, with the package "
+            f"worker_classes.{role}={path} cannot be imported ({problem}): give package.module.Class, with the package "
             "on PYTHONPATH."
         ) from error
     if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
         raise ValueError(
             f"worker_classes.{role}={path} is not a Worker: subclass verl_like.single_controller.worker.Worker."
+        )
+    if role not in set(Role) and "annotate" not in registered_methods(worker_class):
+        raise ValueError(
+            f"worker_classes.{role}={path} has no registered method annotate, by which a custom role adds columns to "
+            "the batch: add one, or correct the name of the role."
         )
     return worker_class
 

@@ -152,11 +152,11 @@ class RuleScorer:
     """Gets the calls of the reward processes, as of a worker group `rules` on the pool `driver`."""
     _number_of_process: dict[int, int] = field(default_factory=dict)
 
-    def check(self, dataset: PromptDataset) -> list[str] | None:
+    def check(self, dataset: PromptDataset) -> list[str]:
         """Scores the ground truth of the first row of each data source before a run, as `RewardManager.check` does.
 
-        Returns the names of the numbers that the function returned beside the scores, or None. A data source without a
-        reward fails too.
+        Returns the names of the numbers that the function returned beside the scores, for any of the data sources. A
+        data source without a reward fails too.
         """
         first: dict[str, RewardSample] = {}
         for row in dataset:
@@ -165,7 +165,7 @@ class RuleScorer:
                 info, prompt = row["extra_info"], row["raw_prompt"]
                 first[source] = RewardSample(f"row {row['index']}", source, str(truth), truth, info, prompt)
         extra = self.manager.check(list(first.values()))
-        return None if extra is None else [name for name, values in extra.items() if values.dtype != object]
+        return [name for name, values in extra.items() if values.dtype != object]
 
     def report(self, ran: list[tuple[int, float, float]]) -> None:
         """Gives `on_call` the times in which each process scored, from (process id, start, end) of each sample."""

@@ -43,9 +43,8 @@ class AdvantageOptions(AlgorithmOptions):
 
     section: ClassVar[str] = "algorithm.options"
 
-    def require_rewards(self, names: Collection[str], are_all: bool = True) -> None:
-        """Raises ValueError for an option that names a reward which is none of `names`. Unless they `are_all`, the
-        reward function may return others, but none that begins with rm_scores as a reward model's column does."""
+    def require_rewards(self, names: Collection[str]) -> None:
+        """Raises ValueError for an option that names a reward which is none of `names`."""
 
 
 def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -54,9 +54,9 @@ class GDPOOptions(AdvantageOptions):
             raise ValueError(f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2")
         return self
 
-    def require_rewards(self, names: Collection[str], are_all: bool = True) -> None:
+    def require_rewards(self, names: Collection[str]) -> None:
         unknown = [key for key in self.gdpo_reward_keys if key not in names]
-        if (unknown and are_all) or any(key.startswith("rm_scores") for key in unknown):
+        if unknown:
             raise ValueError(
                 f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "
                 f"{', '.join(names)}: name those"
