@@ -44,9 +44,14 @@ def write_model(path: Path, architecture: type = LlamaForCausalLM, tie: bool = F
         eos_token_id=1,
     )
     architecture(config).save_pretrained(path)
+    write_tokenizer(path)
+    return str(path)
+
+
+def write_tokenizer(path: Path) -> None:
+    """The tokenizer of single characters."""
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    return str(path)
 
 
 def write_reward_model(path: Path) -> str:

@@ -14,7 +14,10 @@ from transformers import (
     DogeConfig,
     FalconConfig,
     Gemma2Config,
+    GPTNeoConfig,
     GptOssConfig,
+    JetMoeConfig,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
     NemotronConfig,
@@ -23,8 +26,8 @@ from transformers import (
 )
 
 from verl_like.workers.config.engine import ForwardFsdpConfig
-from verl_like.workers.config.models import ModelConfig
-from verl_like.workers.models.model_check import check_model
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
+from verl_like.workers.models.model_check import Trial, check_model
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import fetch_weights, load_pretrained
 
@@ -32,6 +35,7 @@ TINY = {
     "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
 }  # fmt: skip
+NEO = TINY | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = DeepseekV3Config(
     **TINY | EXPERTS | {"num_key_value_heads": 4}, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1,
@@ -73,7 +77,8 @@ def test_models_that_packed_attention_computes_pass(
         (GptOssConfig(**TINY, head_dim=8, num_local_experts=2), "GptOssAttention has attention sinks"),
         (StableLmConfig(**TINY), "StableLmAttention is not told where sequences begin"),
         (NemotronConfig(**TINY), "NemotronAttention is not told where sequences begin"),
-        (FalconConfig(**TINY), "FalconDecoderLayer does not compute attention by transformers' interface"),
+        (FalconConfig(**TINY), "FalconForCausalLM does not compute attention by transformers' interface"),
+        (GPTNeoConfig(**NEO), "GPTNeoForCausalLM does not compute attention by transformers' interface"),
         (
             BartConfig(**TINY, d_model=32, decoder_layers=2, decoder_ffn_dim=48, decoder_attention_heads=4),
             "BartDecoderWrapper takes no position ids, so packed sequences would change each other",
@@ -86,6 +91,22 @@ def test_models_that_packed_attention_would_compute_wrongly_are_refused(
 ):
     with pytest.raises(ValueError, match=f"m.path={tmp_path}: {reason}"):
         check(save(config, tmp_path), sequence_parallel_size=sequence_parallel_size)
+
+
+def test_a_layer_beside_others_that_does_not_attend_is_named():
+    config = Lfm2Config(**TINY, layer_types=["full_attention", "conv"])
+    with torch.device("meta"):
+        trial = Trial(PolicyModel(AutoModelForCausalLM.from_config(config)))
+    with pytest.raises(ValueError, match=r"^Lfm2DecoderLayer does not compute attention by transformers' interface"):
+        trial.run(1)
+
+
+def test_a_model_that_cannot_compute_activations_again_is_refused_with_the_setting(tmp_path: Path):
+    save(JetMoeConfig(**TINY, num_local_experts=2, kv_channels=8), tmp_path)
+    model = TrainedModelConfig(path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"JetMoeForCausalLM has no .* set m.enable_gradient_checkpointing=false"):
+        check(model)
+    check(model.model_copy(update={"enable_gradient_checkpointing": False}))
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**TINY), MixtralConfig(**TINY)], ids=lambda config: config.model_type)

@@ -10,6 +10,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -76,6 +77,13 @@ def test_sliding_layers_are_read_from_the_configuration():
     assert {window: flops for flops, window in ModelCost.of(gemma).per_pair} == {7: 2 * pair, None: pair}
     mistral = MistralConfig(**TINY, head_dim=8, sliding_window=5)
     assert ModelCost.of(mistral).per_pair == ((3 * pair, 5),)
+
+
+def test_heads_whose_size_differs_between_layers_are_counted_layer_by_layer():
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    sizes = {**TINY, "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8}
+    config = Gemma4TextConfig(**sizes, layer_types=kinds, sliding_window=7, head_dim=8, global_head_dim=16)
+    assert ModelCost.of(config).per_pair == ((2 * 4.0 * 4 * 8, 7), (4.0 * 4 * 16, None))
 
 
 def test_of_a_model_that_also_sees_images_the_language_model_counts():

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from verl_like.workers.config.models import ModelConfig
+from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import Sequences, packed_attention
 from verl_like.workers.models.lora import add_adapter
 from verl_like.workers.models.packed_models import PackedModel
@@ -63,6 +63,8 @@ def check_model(
     add_adapter(hf, decoder_layers(hf), config, key)
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
         raise ValueError(f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}.")
+    if isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing:
+        require_checkpointing(hf, what, model_setting(key, "enable_gradient_checkpointing"))
     try:
         Trial(model_class(hf)).run(sequence_parallel_size)
     except ValueError as error:
@@ -103,6 +105,12 @@ def check_shapes(
     require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
 
 
+def require_checkpointing(hf: PreTrainedModel, what: str, setting: str) -> None:
+    """Raises ValueError where the model's class cannot compute activations again in the backward pass."""
+    if not hf.supports_gradient_checkpointing:
+        raise ValueError(f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false.")
+
+
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Within it transformers shows neither progress nor its table of weights that do not fit."""
@@ -115,6 +123,7 @@ def _quiet_transformers() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
+_NO_INTERFACE = "does not compute attention by transformers' interface for it"
 _NOT_PACKED = "so packed sequences would change each other; choose another model"
 
 
@@ -124,7 +133,8 @@ class Trial:
     def __init__(self, model: PackedModel) -> None:
         AttentionInterface.register(_ATTENTION, packed_attention(self._count))
         hf = model.hf
-        hf.set_attn_implementation(_ATTENTION)
+        with _quiet_transformers():
+            hf.set_attn_implementation(_ATTENTION)
         if type(hf)._can_set_experts_implementation():
             hf.set_experts_implementation("batched_mm")  # the others look at which experts were chosen
         self.model = model.train()
@@ -138,6 +148,9 @@ class Trial:
 
     def run(self, sequence_parallel_size: int) -> None:
         """Raises ValueError unless packed attention computes all that the layers ask of it."""
+        hf = self.model.hf
+        if hf.config._attn_implementation != _ATTENTION:  # transformers warns, and leaves it as it was
+            raise ValueError(f"{type(hf).__name__} {_NO_INTERFACE}, {_NOT_PACKED}.")
         try:
             self.model.hidden_states(_trial_batch(sequence_parallel_size))
         except ValueError:
@@ -147,8 +160,8 @@ class Trial:
                 return  # it needs values; attention checks the same in the first pass that has them
             raise ValueError(f"a pass over packed sequences fails ({type(error).__name__}: {error}).") from error
         if self.without_attention or not self.num_calls:
-            names = ", ".join(sorted(self.without_attention)) or type(self.model.hf).__name__
-            raise ValueError(f"{names} does not compute attention by transformers' interface for it, {_NOT_PACKED}.")
+            names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
+            raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 
     def _count(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         self.num_calls += 1

@@ -11,6 +11,27 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 
 @dataclass(frozen=True)
+class AttentionHeads:
+    """The heads of one layer."""
+
+    number: int
+    key_value_number: int
+    size: int
+
+
+def attention_heads(text_config: PretrainedConfig) -> list[AttentionHeads]:
+    """The heads of each layer of a language model, which differ between the layers of Gemma 4."""
+    heads = []
+    for layer in range(text_config.num_hidden_layers):
+        config = text_config.per_layer_config[layer]
+        number = config.num_attention_heads
+        key_value_number = getattr(config, "num_key_value_heads", None) or number
+        size = getattr(config, "head_dim", None) or config.hidden_size // number
+        heads.append(AttentionHeads(number, key_value_number, size))
+    return heads
+
+
+@dataclass(frozen=True)
 class ModelCost:
     """FLOPs of a causal language model; a training step costs three times its forward pass (recomputation aside)."""
 
@@ -35,14 +56,13 @@ class ModelCost:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and id(parameter) not in ends]
         # The experts of a layer are stacked: (experts, out, in).
         used = (matrix.numel() * (active / len(matrix) if matrix.ndim == 3 else 1) for matrix in matrices)
-        heads = hf_config.num_attention_heads
-        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
         window = getattr(hf_config, "sliding_window", None)
         kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * hf_config.num_hidden_layers
-        windows = Counter(window if kind == "sliding_attention" else None for kind in kinds)
-        pair = 4.0 * heads * head_dim  # query with key, and weight with value
+        per_pair: Counter[int | None] = Counter()  # query with key, and weight with value
+        for heads, kind in zip(attention_heads(hf_config), kinds, strict=True):
+            per_pair[window if kind == "sliding_attention" else None] += 4 * heads.number * heads.size
         per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
-        return cls(2.0 * sum(used), per_scored_token, tuple((pair * n, w) for w, n in windows.items()))
+        return cls(2.0 * sum(used), per_scored_token, tuple((float(flops), w) for w, flops in per_pair.items()))
 
     def forward(self, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """FLOPs of one forward pass over each row of `SEQUENCE_COLUMNS`, (B,) float64 on the rows' device.

@@ -83,6 +83,8 @@ class HfEngine(RolloutEngine):
             )
         model = self.model_config
         options = {"dtype": getattr(torch, self.config.dtype), "trust_remote_code": model.trust_remote_code}
+        if getattr(self.hf_config.get_text_config(), "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # transformers' others do not bound attention logits
         if model.lora_rank:  # only the adapter travels
             path = os.path.expanduser(model.path)
             self.model: Any = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)

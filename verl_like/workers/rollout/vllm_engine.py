@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 from verl_like.workers.weight_sync import WeightExport
@@ -115,23 +116,24 @@ class VllmEngine(RolloutEngine):
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         supported = CPUAttentionBackend.get_supported_head_sizes()
-        head_size = _head_size(self.hf_config.get_text_config())
-        if head_size not in supported:
-            raise ValueError(
-                f"vLLM's CPU attention has no kernel for head_dim={head_size} of {self.model_config.path}; it has "
-                f"{supported}. Use a model with one of these, or rollout.name=hf."
-            )
+        for heads in attention_heads(self.hf_config.get_text_config()):
+            if heads.size not in supported:
+                raise ValueError(
+                    f"vLLM's CPU attention has no kernel for head_dim={heads.size} of {self.model_config.path}; it has "
+                    f"{supported}. Use a model with one of these, or rollout.name=hf."
+                )
 
     def _cpu_kv_cache_bytes(self) -> int:
         """Cache for `max_num_seqs` sequences of full length, at most the configured share of the free memory.
 
         On CPU vLLM would otherwise take `gpu_memory_utilization` of the whole machine for each process.
         """
-        model, config = self.hf_config.get_text_config(), self.config
-        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-        heads = max(1, heads // config.tensor_model_parallel_size)
-        itemsize = getattr(torch, config.dtype).itemsize
-        bytes_per_token = 2 * model.num_hidden_layers * heads * _head_size(model) * itemsize
+        config = self.config
+        values_per_token = 0
+        for heads in attention_heads(self.hf_config.get_text_config()):
+            own = max(1, heads.key_value_number // config.tensor_model_parallel_size)
+            values_per_token += 2 * own * heads.size
+        bytes_per_token = values_per_token * getattr(torch, config.dtype).itemsize
         blocks_per_sequence = -(-self._max_model_len // _CPU_KV_BLOCK_TOKENS)
         blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -289,7 +291,3 @@ def completion(request: Any) -> Completion:
     (output,) = request.outputs
     versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
     return Completion(list(output.token_ids), output.logprobs.logprobs, versions, request.num_cached_tokens or 0)
-
-
-def _head_size(text_config: Any) -> int:
-    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
