@@ -40,6 +40,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import ppo_inputs
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import default_tree, leaves
+from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
@@ -173,7 +174,8 @@ class Recording(Configurable):
         step = self.engine.step
 
         def record() -> Any:
-            self.gradients.append({n: p.grad.full_tensor().clone() for n, p in self.engine.named_parameters()})
+            trained = [(n, p) for n, p in self.engine.named_parameters() if p.requires_grad]
+            self.gradients.append({n: p.grad.full_tensor().clone() for n, p in trained})
             return step()
 
         self.engine.step = record
@@ -295,10 +297,10 @@ def as_override(value: object) -> str:
     return json.dumps(value)
 
 
-def defaults() -> Settings:
+def defaults(schema: type[RunConfig] = PPOConfig) -> Settings:
     """Of every key; None where it has none or another key decides."""
-    tree = default_tree(PPOConfig)
-    fields = {key: model.model_fields[name] for key, model, name in leaves(PPOConfig)}
+    tree = default_tree(schema)
+    fields = {key: model.model_fields[name] for key, model, name in leaves(schema)}
     return {
         key: None if field.is_required() else reduce(dict.__getitem__, key.split("."), tree)
         for key, field in fields.items()

@@ -16,7 +16,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
-from verl_like.trainer.supervised.run_supervised import check_inputs, worker_arguments
+from verl_like.trainer.supervised.run_supervised import check_inputs, pool_of, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 
@@ -188,6 +188,12 @@ def test_training_and_validation_rows_have_a_limit_each(model_path: str, tmp_pat
         settings += [f"data.train_max_samples={limits[0]}", f"data.val_max_samples={limits[1]}"]
         inputs = check_inputs(config_of(model_path, train, *settings), None)
         assert [len(inputs.train_dataset), len(inputs.val_dataset)] == lengths
+
+
+def test_a_run_has_a_process_for_each_device_of_each_node(model_path: str):
+    config = config_of(model_path, "unused", "trainer.nnodes=3", "trainer.n_gpus_per_node=2", "data.train_batch_size=6")
+    pool = pool_of(config)
+    assert list(pool.store) == [2, 2, 2] and config.num_processes_of_run == pool.world_size == 6
 
 
 def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
