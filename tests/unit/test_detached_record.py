@@ -162,3 +162,13 @@ def test_a_part_that_is_not_seen_where_the_checkpoint_is_completed_ends_the_run(
     with pytest.raises(OSError, match=r"rank_0\.safetensors, which is not seen from here"):
         record.log()
     record.recorder.lock.close()
+
+
+def test_what_a_side_has_to_say_is_said_once_with_its_name(
+    start: Callable[[], DetachedRecord], capsys: pytest.CaptureFixture
+):
+    record, side = start(), SideRecorder("trainer_1", node="")
+    side.notes.append("the checkpoint lacks the buffers of an earlier version")
+    for _ in range(2):
+        record.add(side.name, side.report())
+    assert capsys.readouterr().out.count("trainer_1: the checkpoint lacks the buffers of an earlier version") == 1

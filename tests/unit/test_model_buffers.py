@@ -20,13 +20,16 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma4TextConfi
 from verl_like.export import export
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
+from verl_like.trainer.memory import ModelSize, TrainingRole
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.lora import model_buffers
+from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import get_rollout_engine
+from verl_like.workers.rollout_worker import RolloutWorker
 from verl_like.workers.weight_sync import WeightSyncError, check_exports, collect_weights, fingerprint_tensor
 
 SIZES: dict[str, Any] = {
@@ -123,15 +126,19 @@ def test_the_buffers_of_a_model_are_those_that_its_checkpoints_hold(kind: str, p
         assert {*NAMES[kind]} <= {*file.keys()}
 
 
-def test_a_changed_buffer_reaches_the_engine_and_the_copy_bit_for_bit(kind: str, path: str) -> None:
+@pytest.mark.parametrize("transport", ["object_store", "shared_memory", "gloo"])
+def test_a_changed_buffer_reaches_the_engine_and_the_copy_bit_for_bit(kind: str, path: str, transport: str) -> None:
     config = bfloat16_config(path)
+    rollout = config.rollout.model_copy(update={"weight_transport": transport})
+    config = config.model_copy(update={"rollout": rollout})
     group = local_group(ActorWorker, config)
     expected = change_buffers(group)
     assert {value.dtype for value in expected.values()} == {torch.float32}
     exports = group.export_weights(version=1).get()
 
-    engine = get_rollout_engine("hf")(config.rollout, config.model, rank=0, world_size=1, seed=0, device="cpu")
-    engine.load_weights(exports, 1)
+    receiver = local_group(RolloutWorker, config, seed=0)
+    receiver.load_weights(exports, version=1)
+    engine = receiver.workers[0].rollout
     assert same_bits(dict(engine.model.named_buffers()), expected)
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
 
@@ -287,6 +294,15 @@ def test_every_rank_has_the_buffers_of_the_folder_in_the_dtype_of_rank_0(tmp_pat
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         ranks = list(pool.map(build_on_rank, range(2), [port] * 2, [path] * 2))
     assert ranks == [[(BIAS, torch.float32, weights[BIAS].tolist())]] * 2
+
+
+def test_the_estimate_of_memory_counts_the_buffers_of_a_rank_whole(kind: str, path: str) -> None:
+    config = policy_config(path)
+    size = ModelSize.of(config.model, "actor_rollout_ref.model", AutoModelForCausalLM)
+    assert size.buffers == {"gemma": 2 * 4, "deepseek": 4 * 4}[kind]  # float32
+    passes = MicroBatching(1, 1, by_tokens=False)
+    role = TrainingRole("actor", size, config.model, config.actor.fsdp_config, 3, passes, has_ema=False)
+    assert role.stored == pytest.approx(4 * size.parameters / 3 + size.buffers)
 
 
 def test_buffers_that_are_computed_stay_out() -> None:
