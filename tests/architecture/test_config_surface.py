@@ -24,6 +24,7 @@ TECHNIQUES = (
     *("trainer.resume_", "trainer.damaged_ckpt", "trainer.max_ckpt_to_keep", "trainer.best_ckpt_metric"),
     *(f"{model}.model.{name}" for model in ("actor_rollout_ref", "critic") for name in ("lora_", "target_modules")),
     "actor_rollout_ref.rollout.quantization",  # an engine whose distribution is corrected
+    "reward.max_memory_gb",  # a limit against a fault, which no run has to set
 )
 CONFIG_FILES = [*python_files(PACKAGE / "workers/config", PACKAGE / "trainer/config")]
 
