@@ -21,9 +21,10 @@ gpu-lock-check: env
 proofs: env
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
 
-# Up to an hour; writes docs/mutants.md. The tools are laid over the environment, which stays as it is.
+# Up to an hour; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
+# laid over the environment, which stays as it is.
 mutants: env build/mutation_tools
-	PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 .venv/bin/python scripts/mutants.py
+	PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 .venv/bin/python scripts/mutants.py $(AREAS)
 
 build/mutation_tools: requirements/mutants.txt
 	rm -rf $@
@@ -43,7 +44,7 @@ build/site_tools: requirements/docs.txt
 	$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	touch $@
 
-benchmarks := $(filter-out harness serve table gpu_check versions,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
+benchmarks := $(filter-out harness serve table toy_world gpu_check versions,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
 
 # One after the other; one that fails does not stop the rest.
 bench: env

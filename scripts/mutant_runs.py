@@ -30,8 +30,13 @@ WORK = ROOT / "build" / "mutants"
 NUM_PROCESSES = 2
 ORIGINAL, *COPIES = [WORK / f"copy{i}" for i in range(NUM_PROCESSES + 1)]
 TIMED_OUT, NOT_REPLACED = 70, 71
-KINDS = {"one process": "not ray and not vllm and not proof", "ray": "ray and not vllm and not proof"}
+KINDS = {
+    "one process": "not ray and not vllm and not proof",
+    "ray": "ray and not vllm and not proof",
+    "vllm": "vllm and not proof",
+}
 """Tests by the processes they start, the preferred ones first, as pytest selects them by markers."""
+BASELINE_LIMIT_S = 3600.0
 OPTIONS = ["-x", "-q", "-s", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
 PATHS = ["tests", "--ignore=tests/architecture", "--ignore=tests/ray_cpu"]
 
@@ -59,6 +64,8 @@ class Baseline:
 IN_OTHER_PROCESSES = """
 import contextlib
 import os
+import threading
+import time
 
 if "COVERED_TEST" in os.environ:
     with contextlib.suppress(ImportError):  # a test that sets PYTHONPATH hides it
@@ -71,6 +78,13 @@ if "COVERED_TEST" in os.environ:
         )
         covered.set_option("run:disable_warnings", ["no-data-collected"])
         covered.start()
+
+        def save_now_and_then():  # Ray ends its processes without a word
+            while True:
+                time.sleep(1)
+                covered.save()
+
+        threading.Thread(target=save_now_and_then, daemon=True).start()
 """
 """Python runs this at the start of each process that a test starts: ranks of a group, reward processes."""
 
@@ -139,9 +153,11 @@ def measure(kind: str, file: Path, copy: Path) -> Callable[[], int]:
 
 
 def baselines(state: str) -> dict[str, Baseline]:
-    """Of both kinds of tests in this state of the source."""
+    """Of all kinds of tests in this state of the source."""
     files = {kind: WORK / f"{state} {kind}.json" for kind in KINDS}
-    jobs = [(kind, partial(measure, kind, file), 1800.0) for kind, file in files.items() if not file.is_file()]
+    jobs = [
+        (kind, partial(measure, kind, file), BASELINE_LIMIT_S) for kind, file in files.items() if not file.is_file()
+    ]
     for kind, status, copy in in_parallel(jobs):
         if not files[kind].is_file():
             sys.exit(f"The tests ({kind}) did not run to their end (status {status}): see {copy}.log")
@@ -210,19 +226,22 @@ def in_parallel(jobs: list[Job]) -> Iterator[tuple[Any, int, Path]]:
 
 
 def tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
-    """The tests that run the mutant's statement; where importing runs it, all those of its function or file."""
+    """The tests that run the mutant's statement; where importing runs it, all those of its function or file.
+
+    Of the first kind that has any.
+    """
+    return next(filter(None, _covering(mutant, known)), set())
+
+
+def other_tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
+    """The tests of the other kinds that run it."""
+    return set[str]().union(*_covering(mutant, known)) - tests_for(mutant, known)
+
+
+def _covering(mutant: Mutant, known: dict[str, Baseline]) -> list[set[str]]:
     imported = any("" in baseline.covering(mutant.file, mutant.statement) for baseline in known.values())
     lines = mutant.function if imported else mutant.statement
-    covering = [baseline.covering(mutant.file, lines) - {""} for baseline in known.values()]
-    return next(filter(None, covering), set())
-
-
-def all_tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
-    """All tests of the files of which one runs the statement, those with Ray too; of what importing runs, all tests."""
-    tests = set[str]().union(*(baseline.covering(mutant.file, mutant.statement) for baseline in known.values()))
-    files = {test.split("::")[0] for test in tests - {""}}
-    everything = [test for baseline in known.values() for test in baseline.seconds]
-    return {test for test in everything if "" in tests or test.split("::")[0] in files}
+    return [baseline.covering(mutant.file, lines) - {""} for baseline in known.values()]
 
 
 class Chosen:
@@ -325,9 +344,7 @@ def start_anew(seconds: dict[str, float], mutant: Mutant, tests: set[str], copy:
 
     def run() -> int:
         chosen = Chosen(tests, seconds)
-        code = pytest.main(
-            [*OPTIONS, "-m", "not vllm and not proof", *{t.split("::")[0] for t in tests}], plugins=[chosen]
-        )
+        code = pytest.main([*OPTIONS, "-m", "not proof", *{t.split("::")[0] for t in tests}], plugins=[chosen])
         return TIMED_OUT if code and chosen.timed_out else code
 
     return run
@@ -357,7 +374,7 @@ def run_template(jobs: list[tuple[Mutant, set[str]]], seconds: dict[str, float],
     """Tries all mutants that a fork of a ready process can become."""
 
     def run() -> int:
-        return pytest.main([*OPTIONS, "-m", "not vllm and not proof", *PATHS], plugins=[Template(jobs, seconds, note)])
+        return pytest.main([*OPTIONS, "-m", "not proof", *PATHS], plugins=[Template(jobs, seconds, note)])
 
     _, status = os.waitpid(fork(ORIGINAL, run), 0)
     if status:

@@ -1,10 +1,12 @@
 """Changes the source in many small ways and counts how many of them a test notices: `make mutants`.
 
-Each mutant is run by the tests that cover the changed line, the quickest files first, until one fails; tests with real
-Ray processes only where no other test covers it. What then survives without a reason in `scripts/survivors.toml` is run
-by all tests of these files, those with Ray too. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What
-was run is kept in `build/mutants` until the source or a test changes, so that a reason can be written down without
+Each mutant is run by the tests of `make test` that cover the changed line, the quickest files first, until one fails;
+tests with real Ray processes or vLLM only where no other test covers it. What then survives without a reason in
+`scripts/survivors.toml` is run by these too. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What was
+run is kept in `build/mutants` until the source or a test changes, so that a reason can be written down without
 another hour.
+
+`make mutants AREAS="data export"` tries the mutants of these areas alone, and leaves docs/mutants.md as it is.
 """
 
 import hashlib
@@ -19,19 +21,31 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 
-from mutant_runs import ROOT, WORK, all_tests_for, baselines, make_copies, run_template, start_anew, tests_for, try_all
-from mutations import Mutant, draw, mutants_of, replacement
+from mutant_runs import (
+    ROOT,
+    WORK,
+    baselines,
+    make_copies,
+    other_tests_for,
+    run_template,
+    start_anew,
+    tests_for,
+    try_all,
+)
+from mutations import Mutant, Named, draw, mutants_of, replacement
 
 WANTED = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text())
 MISSED = ("survived", "timed out", "no test runs it")
+Outcomes = list[tuple[Mutant, str]]
+"""Each mutant that was tried, with its outcome."""
+LEAST_SHARE, LEAST_SHARE_OF_AN_AREA = 0.95, 0.9
 PREFACE = """
-A mutant is the source with one small change. What can be changed: the algorithms, the trainer's step with balancing,
-metrics and scoring, the mini-batches, the engine, the optimizer, actor and critic, and what makes them from the
-configuration (`scripts/mutants.toml` names the files). How: the operators of mutmut at every place that executes, and
+A mutant is the source with one small change. What can be changed are the files of the areas below, which
+`scripts/mutants.toml` names. How: the operators of mutmut at every place that executes, and
 besides them a condition forced to true or to false, neighbouring arguments swapped, and a call left out. Not changed:
-annotations, imports, documentation, and the wording of error messages. Those to try are drawn evenly, by a fixed seed;
-changes that a review once found unnoticed are always among them. A mutant is killed when a test that runs its line
-fails. Those that time out are counted apart.
+annotations, imports, documentation, and the wording of error messages. Those to try are drawn by a fixed seed, some of
+each area and the rest evenly over all; changes that a review once found unnoticed are always among them. A mutant is
+killed when a test of `make test` that runs its line fails. Those that time out are counted apart.
 """
 WARM = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.testing", "tensordict",
@@ -40,13 +54,34 @@ WARM = (
 )  # fmt: skip
 
 
+def files_by_area() -> dict[str, list[str]]:
+    """The files of each area; of the packages' own files those that hold code. Raises if a pattern finds none."""
+    files: dict[str, list[str]] = {}
+    for area in WANTED["area"]:
+        files[area["name"]] = []
+        for pattern in area["files"]:
+            found = [file for file in sorted(ROOT.glob(pattern)) if file.name != "__init__.py"]
+            assert found, f"scripts/mutants.toml: no file is {pattern}"
+            files[area["name"]] += [str(file.relative_to(ROOT)) for file in found]
+    return files
+
+
 def all_mutants() -> tuple[int, list[Mutant]]:
     """How many mutants there are, and those that are tried: the named ones and those that were drawn."""
-    generated = [mutant for entry in WANTED["source"] for file in sorted(ROOT.glob(entry["files"]))
-                 if file.name != "__init__.py"
-                 for mutant in mutants_of(ROOT, str(file.relative_to(ROOT)), entry.get("functions", ()))]  # fmt: skip
-    named = [replacement(ROOT, entry["file"], entry["before"], entry["after"]) for entry in WANTED["named"]]
-    return len(generated), [*named, *draw(generated, WANTED["number"], WANTED["seed"])]
+    functions = {file: names for area in WANTED["area"] for file, names in area.get("functions", {}).items()}
+    generated: dict[str, list[Named]] = {}
+    area_of: dict[str, str] = {}
+    for area, files in files_by_area().items():
+        generated[area] = []
+        for file in files:
+            area_of[file] = area
+            generated[area] += mutants_of(ROOT, file, area, functions.get(file, ()))
+    named = [
+        replacement(ROOT, entry["file"], area_of.get(entry["file"], "others"), entry["before"], entry["after"])
+        for entry in WANTED["named"]
+    ]
+    drawn = draw(generated.values(), WANTED["number"], WANTED["least_of_an_area"], WANTED["seed"])
+    return sum(map(len, generated.values())), [*named, *drawn]
 
 
 def state_of_the_source() -> str:
@@ -71,16 +106,17 @@ def diff(mutant: Mutant) -> list[str]:
     return [*(f"- {line}" for line in mutant.before), *(f"+ {line}" for line in mutant.after)]
 
 
-def page(num_all: int, outcomes: list[tuple[Mutant, str]], why: dict[tuple[str, str, str], str]) -> str:
+def page(num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str]) -> str:
     """docs/mutants.md."""
     columns = ("killed", *MISSED)
 
     def table(of: Callable[[Mutant], str]) -> list[str]:
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
-        for mutant, outcome in outcomes:
-            counts[of(mutant)][outcome] += 1
-        rows = [f"| {name} | " + " | ".join(str(counts[name][c]) for c in columns) + " |" for name in sorted(counts)]
-        return [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns), *rows, ""]
+        rows = []
+        for name, group in sorted(grouped(outcomes, of).items()):
+            counts = Counter(outcome for _, outcome in group)
+            cells = [name, *(str(counts[column]) for column in columns), f"{share_killed(group):.0%}"]
+            rows.append(f"| {' | '.join(cells)} |")
+        return [f"| | {' | '.join(columns)} | share killed |", "|---|" + "---|" * (len(columns) + 1), *rows, ""]
 
     lines = [
         "# Mutants",
@@ -91,6 +127,7 @@ def page(num_all: int, outcomes: list[tuple[Mutant, str]], why: dict[tuple[str, 
         "",
         f"{summary(num_all, outcomes)}",
         "",
+        *table(lambda mutant: mutant.area),
         *table(lambda mutant: mutant.file),
         *table(lambda mutant: mutant.operator),
         "## Those that no test notices",
@@ -103,16 +140,24 @@ def page(num_all: int, outcomes: list[tuple[Mutant, str]], why: dict[tuple[str, 
     return "\n".join(lines)
 
 
-def summary(num_all: int, outcomes: list[tuple[Mutant, str]]) -> str:
+def summary(num_all: int, outcomes: Outcomes) -> str:
     counts = Counter(outcome for _, outcome in outcomes)
     parts = ", ".join(f"{counts[name]} {name}" for name in ("killed", *MISSED))
     return f"Of {num_all} mutants {len(outcomes)} were tried: {parts}. {share_killed(outcomes):.1%} were killed."
 
 
-def share_killed(outcomes: list[tuple[Mutant, str]]) -> float:
-    """Of those that did not time out."""
+def grouped(outcomes: Outcomes, of: Callable[[Mutant], str]) -> dict[str, Outcomes]:
+    """The outcomes by what `of` says of their mutants."""
+    groups: dict[str, Outcomes] = defaultdict(list)
+    for mutant, outcome in outcomes:
+        groups[of(mutant)].append((mutant, outcome))
+    return groups
+
+
+def share_killed(outcomes: Outcomes) -> float:
+    """Of those that did not time out; 1 where there are none."""
     ended = [outcome for _, outcome in outcomes if outcome != "timed out"]
-    return ended.count("killed") / len(ended)
+    return ended.count("killed") / len(ended) if ended else 1.0
 
 
 class Results:
@@ -165,9 +210,9 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
         run_template([(mutant, tests[name_of(mutant)]) for mutant in left()], seconds, results.note)
     anew = [(mutant, tests[name_of(mutant)]) for mutant in left()]
     try_all(anew, seconds, results.note, partial(start_anew, seconds))
-    unexplained = [mutants[name] for name in results.survived_once() if mutants[name].key not in results.why]
-    again = [(mutant, all_tests_for(mutant, known)) for mutant in unexplained]
-    try_all(again, seconds, results.note, partial(start_anew, seconds))
+    survivors = [mutants[name] for name in results.survived_once() if name in mutants]
+    again = [(mutant, other_tests_for(mutant, known)) for mutant in survivors if mutant.key not in results.why]
+    try_all([job for job in again if job[1]], seconds, results.note, partial(start_anew, seconds))
     return [test for baseline in known.values() for test in baseline.failed]
 
 
@@ -175,7 +220,10 @@ def main() -> None:
     for module in WARM:
         importlib.import_module(module)
     num_all, drawn = all_mutants()
-    mutants = {name_of(mutant): mutant for mutant in drawn}
+    chosen = sys.argv[1:]
+    if unknown := set(chosen) - {mutant.area for mutant in drawn}:
+        sys.exit(f"scripts/mutants.toml has no area {unknown}; it has {list(files_by_area())}")
+    mutants = {name_of(mutant): mutant for mutant in drawn if not chosen or mutant.area in chosen}
     why = reasons()
     results = Results(why)
     print(f"{num_all} mutants, {len(mutants)} are tried.", flush=True)
@@ -184,16 +232,21 @@ def main() -> None:
     failed = try_those_left(mutants, results)
     outcome_of = results.read()
     outcomes = [(mutant, outcome_of[name]) for name, mutant in mutants.items()]
-    (ROOT / "docs" / "mutants.md").write_text(page(num_all, outcomes, why))
+    if not chosen:
+        (ROOT / "docs" / "mutants.md").write_text(page(num_all, outcomes, why))
     print(summary(num_all, outcomes))
+    shares = {area: share_killed(group) for area, group in grouped(outcomes, lambda mutant: mutant.area).items()}
+    print(", ".join(f"{area} {share:.0%}" for area, share in shares.items()))
     missed = [mutant for mutant, outcome in outcomes if outcome != "killed"]
     unexplained = [f"{mutant.file}:{mutant.line}" for mutant in missed if mutant.key not in why]
     if failed:
         sys.exit(f"These tests fail on the unchanged source, so that no mutant was tried on them: {', '.join(failed)}")
     if unexplained:
         sys.exit(f"No reason in scripts/survivors.toml for {', '.join(unexplained)}")
-    if share_killed(outcomes) < 0.95:
-        sys.exit("Less than 95% were killed.")
+    if share_killed(outcomes) < LEAST_SHARE:
+        sys.exit(f"Less than {LEAST_SHARE:.0%} were killed.")
+    if low := [area for area, share in shares.items() if share < LEAST_SHARE_OF_AN_AREA]:
+        sys.exit(f"Less than {LEAST_SHARE_OF_AN_AREA:.0%} were killed in {', '.join(low)}.")
 
 
 if __name__ == "__main__":

@@ -37,10 +37,17 @@ class Mutant:
     source: str
     """The changed file."""
 
+    area: str = ""
+    """Of scripts/mutants.toml, in which the file is."""
+
     @property
     def key(self) -> tuple[str, str, str]:
         """What names it in the file of reasons, which other changes of the source leave as it is."""
         return self.file, "\n".join(self.before), "\n".join(self.after)
+
+
+Named = tuple[str, Callable[[], Mutant]]
+"""The name of a mutant, and what makes it."""
 
 
 def operator_swap_arguments(node: cst.Call) -> Iterator[cst.Call]:
@@ -116,8 +123,8 @@ def _does_not_execute(node: cst.CSTNode) -> bool:
     return name[0].isupper() and not name.isupper()
 
 
-def mutants_of(root: Path, file: str, functions: Iterable[str] = ()) -> Iterator[tuple[str, Callable[[], Mutant]]]:
-    """(name, how to make it) of every mutant of a file, or of the named functions in it.
+def mutants_of(root: Path, file: str, area: str, functions: Iterable[str] = ()) -> Iterator[Named]:
+    """Every mutant of a file, or of the named functions in it.
 
     A name depends on the changed expression and its statement alone, so it survives changes elsewhere.
     """
@@ -142,7 +149,7 @@ def mutants_of(root: Path, file: str, functions: Iterable[str] = ()) -> Iterator
 
         def make(node=node, changed=changed, operator=operator, statement=statement, function=function) -> Mutant:
             after = cst.ensure_type(module.deep_replace(node, changed), cst.Module).code
-            return _mutant(file, source, after, operator, statement, function)
+            return _mutant(file, source, after, operator, statement, function, area)
 
         yield f"{name}|{seen[name]}", make
 
@@ -152,29 +159,40 @@ def _code(module: cst.Module, node: cst.CSTNode) -> str:
     return module.code_for_node(node.test if isinstance(node, cst.If) else node)
 
 
-def _mutant(file: str, before: str, after: str, operator: str, statement: range, function: range) -> Mutant:
+def _mutant(file: str, before: str, after: str, operator: str, statement: range, function: range, area: str) -> Mutant:
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
     first, last = changes[0], changes[-1]
     old, new = before.splitlines()[first[1] : last[2]], after.splitlines()[first[3] : last[4]]
     stripped = (tuple(line.strip() for line in lines) for lines in (old, new))
-    return Mutant(file, first[1] + 1, statement, function, operator, *stripped, before, after)
+    return Mutant(file, first[1] + 1, statement, function, operator, *stripped, before, after, area)
 
 
-def replacement(root: Path, file: str, before: str, after: str) -> Mutant:
+def replacement(root: Path, file: str, area: str, before: str, after: str) -> Mutant:
     """The change of a text that stands in a file once."""
     source = (root / file).read_text()
     assert source.count(before) == 1, f"{file} has {source.count(before)} times: {before}"
     start = source[: source.index(before)].count("\n") + 1
     statement = range(start, start + before.count("\n") + 1)
     whole = range(1, len(source.splitlines()) + 1)
-    return _mutant(file, source, source.replace(before, after), "named", statement, whole)
+    return _mutant(file, source, source.replace(before, after), "named", statement, whole, area)
 
 
-def draw(mutants: list[tuple[str, Callable[[], Mutant]]], number: int, seed: int) -> list[Mutant]:
-    """`number` of the mutants: those whose names have the smallest hashes with the seed.
+def draw(areas: Iterable[list[Named]], number: int, least: int, seed: int) -> list[Mutant]:
+    """`number` of the mutants, at least `least` of each area: those whose names have the smallest hashes with the seed.
 
-    So the draw is even over all of them, and a change of the source replaces only mutants of what it changes.
+    So the draw is even within an area, and beyond `least` over all; a change of the source replaces only mutants of
+    what it changes. An area that has fewer than `least` gives all of its own.
     """
-    by_hash = sorted(mutants, key=lambda mutant: hashlib.sha256(f"{seed}|{mutant[0]}".encode()).digest())
-    return [make() for _, make in by_hash[:number]]
+
+    def order(mutant: Named) -> bytes:
+        return hashlib.sha256(f"{seed}|{mutant[0]}".encode()).digest()
+
+    chosen: list[Named] = []
+    others: list[Named] = []
+    for mutants in areas:
+        in_order = sorted(mutants, key=order)
+        chosen += in_order[:least]
+        others += in_order[least:]
+    chosen += sorted(others, key=order)[: max(0, number - len(chosen))]
+    return [make() for _, make in chosen]

@@ -1,7 +1,6 @@
 """Rules of the charter that a look at the syntax tree can enforce."""
 
 import ast
-import tomllib
 
 from source_tree import PACKAGE, ROOT, parse, python_files, relative
 
@@ -78,17 +77,3 @@ def test_placement_words_stay_out_of_workers_and_algorithms():
 def test_every_module_says_what_it_is_for():
     silent = [relative(p) for p in python_files() if p.name != "__init__.py" and not ast.get_docstring(parse(p))]
     assert not silent
-
-
-def test_what_make_mutants_is_told_to_change_stands_in_the_source():
-    wanted = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text())
-    times = {each["before"]: (ROOT / each["file"]).read_text().count(each["before"]) for each in wanted["named"]}
-    assert set(times.values()) == {1}, times
-    for each in wanted["source"]:
-        functions = {
-            node.name
-            for path in ROOT.glob(each["files"])
-            for node in ast.walk(parse(path))
-            if isinstance(node, ast.FunctionDef)
-        }
-        assert functions >= set(each.get("functions", ())) and functions, each
