@@ -1,8 +1,8 @@
 """Runs what proves and takes long, the tests marked `proof`, in two processes: `make proofs`.
 
-Prints one line a proof and writes them to docs/proofs.md. `make proofs CHOSEN="-k resume"` runs those that these
-arguments of pytest choose and leaves the rows of the others as they are. A test tells what it measured by
-`record_property("result", ...)`.
+Prints one line a proof and writes them to docs/proofs.md, and the table of model families to docs/models.md.
+`make proofs CHOSEN="-k resume"` runs those that these arguments of pytest choose and leaves the rows of the others as
+they are. A test tells what it measured by `record_property("result", ...)`.
 """
 
 import subprocess
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proofs.md"
+MODELS_PAGE = ROOT / "docs" / "models.md"
 REPRESENTATIVES = tomllib.loads((ROOT / "tests" / "representatives.toml").read_text())
 COLUMNS = ["what", "result", "took", "commit", "in `make test`"]
 
@@ -41,12 +42,16 @@ class Report:
         self.commit = commit
         self.rows: dict[str, str] = {}
         self.seconds: Counter[str] = Counter()
+        self.families: str | None = None
+        """The table of docs/models.md, where its proof has run."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
             what = sentence(report.nodeid.split("::", 1)[1])
-            result = dict(report.user_properties).get("result", "holds")
+            properties = dict(report.user_properties)
+            result = properties.get("result", "holds")
+            self.families = properties.get("families", self.families)
             if report.outcome != "passed":
                 result = f"{report.outcome}: {report.longreprtext.strip().splitlines()[-1]}"
             seconds = self.seconds[report.nodeid]
@@ -73,7 +78,17 @@ def main() -> int:
     header = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     table = "\n".join([*header, *sorted(rows.values())])
     PAGE.write_text(f"{head}{table}\n")
+    if report.families:
+        write_families(report.families, commit)
     return code
+
+
+def write_families(table: str, commit: str) -> None:
+    """Puts the table of model families into docs/models.md, between its marks."""
+    before, _, rest = MODELS_PAGE.read_text().partition("<!-- families -->")
+    _, _, after = rest.partition("<!-- end of families -->")
+    marked = f"<!-- families -->\n\nOn {commit}:\n\n{table}\n\n<!-- end of families -->"
+    MODELS_PAGE.write_text(f"{before}{marked}{after}")
 
 
 if __name__ == "__main__":

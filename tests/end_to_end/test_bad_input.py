@@ -315,7 +315,7 @@ def test_a_model_that_drops_activations_in_training_is_refused(refusal: Refusal)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm_async"])
-def test_a_model_whose_weights_vllm_turns_round_is_refused_with_it(
+def test_a_model_of_a_family_that_vllm_does_not_compute_as_the_trainer_is_refused_with_it(
     refusal: Refusal, tmp_path: Path, tiny_llama: Callable, engine: str
 ):
     folder, llama = tiny_llama()
@@ -325,7 +325,7 @@ def test_a_model_whose_weights_vllm_turns_round_is_refused_with_it(
     GPT2LMHeadModel(GPT2Config(eos_token_id=1, **sizes, **no_dropout)).save_pretrained(tmp_path / "gpt2")
     rollout = [f"actor_rollout_ref.rollout.{key}" for key in (f"name={engine}", "weight_transport=shared_memory")]
     message = refusal(f"actor_rollout_ref.model.path={tmp_path}/gpt2", *rollout)
-    assert f"actor_rollout_ref.model.path={tmp_path}/gpt2: transformer.h.0.attn.c_attn keeps its weights" in message
+    assert f"name={engine}: actor_rollout_ref.model.path={tmp_path}/gpt2 is a gpt2, whose weights in vLLM" in message
     assert "set actor_rollout_ref.rollout.name=hf" in message
 
 

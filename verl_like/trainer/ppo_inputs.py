@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -43,6 +42,7 @@ from verl_like.workers.models.pretrained import TEACHER_PATH
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
+from verl_like.workers.rollout.vllm_families import require_served
 
 
 @dataclass(frozen=True)
@@ -249,19 +249,12 @@ def check_tokens(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, highest:
 
 
 def check_engine_reads(config: PPOConfig) -> None:
-    """Raises ValueError for a policy with layers whose weights vLLM turns round when it loads them, as GPT-2's: what it
-    loaded cannot be compared with what was sent."""
+    """Raises ValueError for a policy whose family is not shown to compute the same in vLLM as in the trainer."""
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
-    if engine not in ("vllm", "vllm_async"):
-        return
-    policy = pretrained.empty_model(model, PolicyModel.auto_class, key="actor_rollout_ref.model")
-    turned = [name for name, module in policy.named_modules() if isinstance(module, Conv1D)]
-    if turned:
-        raise ValueError(
-            f"actor_rollout_ref.model.path={model.path}: {turned[0]} keeps its weights as (in, out), which vLLM turns "
-            f"round, so that they cannot be checked there: set actor_rollout_ref.rollout.name=hf, not {engine}, or "
-            "choose another model."
-        )
+    if engine in ("vllm", "vllm_async"):
+        hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
+        setting = f"actor_rollout_ref.rollout.name={engine}"
+        require_served(hf_config, setting, f"actor_rollout_ref.model.path={model.path}")
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
@@ -19,7 +19,13 @@ from verl_like.workers.models.attention import Sequences, packed_attention
 from verl_like.workers.models.lora import add_adapter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch
-from verl_like.workers.models.pretrained import decoder_layers, load_hf_config, model_setting, require_weights
+from verl_like.workers.models.pretrained import (
+    decoder_layers,
+    empty_model,
+    load_hf_config,
+    model_setting,
+    require_weights,
+)
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 _ATTENTION = "packed_trial"
@@ -37,7 +43,7 @@ def check_model(
     sequence_parallel_size: int = 1,
 ) -> None:
     """Raises ValueError for weights that do not fit the model's configuration, a head or layers that are not supported,
-    and as `load_hf_config` and `add_adapter`.
+    and as `empty_model`.
 
     Args:
         config: path, overrides of the model's own configuration, adapter.
@@ -49,18 +55,15 @@ def check_model(
     """
     what = f"{model_setting(key, 'path')}={config.path}"
     hf_config = load_hf_config(config, key=key)
-    if model_class.auto_class is not AutoModelForCausalLM:
-        hf_config.num_labels = 1
     is_own_code = config.trust_remote_code and getattr(hf_config, "auto_map", None)
     if type(hf_config) not in model_class.auto_class._model_mapping and not is_own_code:
         task = model_class.auto_class.__name__.removeprefix("AutoModelFor")
         raise ValueError(f"{what} is a {hf_config.model_type}, of which transformers has no model for {task}.")
-    with torch.device("meta"):
-        hf = model_class.auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    hf = empty_model(config, model_class.auto_class, key=key)
     if all(file.suffix == ".safetensors" for file in files):  # others are pickles, which only transformers reads
-        hf, report = load_shapes(type(hf), hf_config, files)
+        hf, report = load_shapes(type(hf), hf.config, files)
         check_shapes(report, hf, config, key=key, makes_head=makes_head)
-    add_adapter(hf, decoder_layers(hf), config, key)
+        add_adapter(hf, decoder_layers(hf), config, key)
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
         raise ValueError(f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}.")
     if isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing:
