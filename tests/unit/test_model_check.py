@@ -142,6 +142,13 @@ def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path: 
         load_pretrained(AutoModelForCausalLM, model, ForwardFsdpConfig(dtype="float32"), **load)
 
 
+@pytest.mark.parametrize("shard", ["1MB", "20KB"])
+def test_weights_that_lie_there_twice_are_read_as_transformers_reads_them(tmp_path: Path, shard: str):
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path, max_shard_size=shard)
+    save_file({"model.norm.weight": torch.ones(7)}, tmp_path / "consolidated.safetensors")
+    check(ModelConfig(path=str(tmp_path)))
+
+
 def test_of_weights_in_a_pickle_the_layers_alone_are_checked(tmp_path: Path):
     model = save(LlamaConfig(**TINY), tmp_path)
     (file,) = fetch_weights(model, key="m")

@@ -2,6 +2,7 @@
 layers compute packed sequences. All of it happens on torch's meta device, without memory."""
 
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import Sequences, packed_attention
@@ -79,7 +80,7 @@ def load_shapes(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model that transformers loads from the files, without values, and what it reports about them."""
     shapes: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in files_that_are_loaded(files):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 (no dictionary)
                 shapes[name] = torch.empty(content.get_slice(name).get_shape(), device="meta")
@@ -93,6 +94,16 @@ def load_shapes(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+
+
+def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
+    """Those that transformers reads: some folders have the same weights a second time, in another format."""
+    index = files[0].parent / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    else:
+        names = {SAFE_WEIGHTS_NAME}
+    return [file for file in files if file.name in names]
 
 
 def check_shapes(
