@@ -24,7 +24,9 @@ def saved(folder: Path) -> list[str]:
 def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every_third(
     tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]
 ):
-    run_locally(tmp_path, tiny_llama, GRPO, "trainer.test_freq=2", "trainer.save_freq=3", steps=5)
+    settings = [GRPO, "trainer.test_freq=2", "trainer.save_freq=3", "trainer.log_val_generations=2"]
+    recorder = run_locally(tmp_path, tiny_llama, *settings, steps=5)
+    assert [row["step"] for row in recorder.generations] == [0, 0, 5, 5]  # the first, and the last
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows if VALIDATED in row] == [0, 2, 4, 5]
     assert [row["step"] for row in rows if "timing_s/testing" in row] == [2, 4, 5]

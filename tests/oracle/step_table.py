@@ -317,7 +317,6 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     ],
     "precision": [*PRECISION, f"{ROLLOUT}.dtype", f"{ROLLOUT}.quantization"],
     "compiled": ["actor_rollout_ref.model.use_torch_compile", "critic.model.use_torch_compile"],
-    # tests/unit/test_workers_lora.py
     "adapter": [
         f"{model}.{name}"
         for model in ("actor_rollout_ref.model", "critic.model")
@@ -334,13 +333,12 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
             *("max_num_batched_tokens", "max_num_seqs", "kv_after_update", "weight_transport"),
         )
     ],
-    # Runs of their own: tests/end_to_end/test_local_algorithms.py, tests/unit/test_trainer_dynamic_sampling.py.
     "option": [
         *(f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")),
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
-    "average": [f"{ACTOR}.ema_decay"],  # tests/unit/test_ema.py
-    "pipeline": ["trainer.pipeline_depth"],  # tests/end_to_end/test_pipeline.py
+    "average": [f"{ACTOR}.ema_decay"],
+    "pipeline": ["trainer.pipeline_depth"],
     "limit": ["reward.num_workers", "reward.timeout_s", "reward.max_memory_gb", "trainer.call_timeout_s"],
     "placement": [
         *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "resource_pool_spec", "role_mapping"),
@@ -354,6 +352,39 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
             *("resume_mode", "resume_from_path", "damaged_ckpt", "max_ckpt_to_keep", "best_ckpt_metric"),
         )
     ],
+}
+
+
+# Under the same words, the tests that show what these keys do.
+PLACES: dict[str, tuple[str, ...]] = {
+    "input": (
+        *("tests/unit/test_trainer_wiring.py", "tests/unit/test_ptx.py", "tests/unit/test_ppo_data.py"),
+        *("tests/unit/test_supervised.py", "tests/unit/test_rollout_requests.py"),
+    ),
+    "trust": ("tests/unit/test_trust_remote_code.py",),
+    "precision": (
+        "tests/oracle/test_step_numbers.py",
+        "tests/unit/test_workers_lora.py",
+        "tests/unit/test_config_rules.py",
+    ),
+    "compiled": ("tests/unit/test_workers_memory_and_compile.py",),
+    "adapter": ("tests/unit/test_workers_lora.py",),
+    "sampling": ("tests/unit/test_rollout_hf.py",),
+    "engine": (
+        *("tests/end_to_end/test_vllm_async.py", "tests/end_to_end/test_vllm_rollout.py"),
+        *("tests/unit/test_detached_config.py", "tests/end_to_end/test_toy_job.py"),
+    ),
+    "option": ("tests/unit/test_trainer_dynamic_sampling.py", "tests/unit/test_skipped_samples.py"),
+    "average": ("tests/unit/test_ema.py",),
+    "pipeline": ("tests/end_to_end/test_pipeline.py",),
+    "limit": ("tests/unit/test_rewards_processes.py", "tests/end_to_end/test_detached_faults.py"),
+    "placement": (
+        *("tests/end_to_end/test_checked_inputs.py", "tests/unit/test_supervised.py", "tests/end_to_end/test_nodes.py"),
+    ),
+    "report": (
+        *("tests/end_to_end/test_which_run_is_resumed.py", "tests/unit/test_config_composition.py"),
+        "tests/end_to_end/test_fit_schedule.py",
+    ),
 }
 
 

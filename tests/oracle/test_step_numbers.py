@@ -1,6 +1,7 @@
 """From a configuration value to the number it names: the trainer's own steps against the independent reference."""
 
 import ast
+import re
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_a_run_would_compute_something_else_without_the_key(key: str, world_fold
 def test_every_key_has_its_place_in_the_table():
     places = [*REACHES_A_FORMULA, *LAYOUT, *(key for keys in REACHES_NO_FORMULA.values() for key in keys)]
     assert sorted(places) == sorted(key for key, _, _ in leaves(PPOConfig))
+
+
+@pytest.mark.parametrize("word", REACHES_NO_FORMULA)
+def test_a_key_that_reaches_no_formula_is_named_by_a_test_of_its_own(word: str):
+    texts = [(Path(__file__).parents[2] / file).read_text() for file in step_table.PLACES[word]]
+    for key in REACHES_NO_FORMULA[word]:
+        assert any(re.search(rf"\b{key.rpartition('.')[2]}\b", text) for text in texts), key
 
 
 def test_the_runs_use_every_layout():
