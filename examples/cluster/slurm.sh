@@ -18,7 +18,7 @@ head=$(hostname -I | cut -d" " -f1) # this script runs on the first node
 export RAY_ADDRESS=$head:6379       # what address=auto finds
 export RAY_worker_niceness=0
 export RAY_AUTH_MODE=token # lies in ~/.ray
-"$ray" get-auth-token --generate >/dev/null
+(umask 077 && "$ray" get-auth-token --generate >/dev/null) # for its owner alone
 trap 'kill $(jobs -p)' EXIT
 
 wait_for_nodes() {

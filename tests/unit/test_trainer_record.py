@@ -456,7 +456,7 @@ def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(
 
 
 def test_the_time_left_is_known_after_two_steps_however_long_they_take():
-    console = RunConsole(PPO_DISPLAY)
+    console = RunConsole(PPO_DISPLAY, str)
     clock = iter(range(0, 10_000, 45))  # every look at the clock is 45 seconds later
     console.progress.get_time = lambda: float(next(clock))
     for task in console.progress.tasks:
@@ -469,7 +469,7 @@ def test_the_time_left_is_known_after_two_steps_however_long_they_take():
 
 
 def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_each_phase(capsys):
-    console = RunConsole(PPO_DISPLAY)
+    console = RunConsole(PPO_DISPLAY, str)
     console.show_step(
         7,
         100,

@@ -5,7 +5,7 @@ import math
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -73,8 +73,8 @@ class RewardManager:
 
     A process that dies, takes longer than `timeout_s` (seconds), or uses more than `max_memory_gb` (10^9 bytes, with
     the programs that it starts) is replaced; `on_error` says what becomes of its sample: "fail" raises `RewardError`
-    from `get`, "skip" marks it as skipped, "score" scores it 0. Raises ValueError if the function cannot be loaded, or
-    the machine has no memory for so many processes.
+    from `get`, "skip" marks it as skipped, "score" scores it 0. `redacted` masks secrets in what a function raises.
+    Raises ValueError if the function cannot be loaded, or the machine has no memory for so many processes.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class RewardManager:
         timeout_s: float = 30.0,
         on_error: Literal["fail", "skip", "score"] = "fail",
         max_memory_gb: float = 4.0,
+        redacted: Callable[[str], str] = str,
     ) -> None:
         if num_workers < 1 or not timeout_s > 0:
             raise ValueError(
@@ -97,6 +98,7 @@ class RewardManager:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.on_error = on_error
+        self.redacted = redacted
         self._is_closed = False
         self._futures: list[Future[_Answer]] = []
         loaded = reward_fn.as_it_is_now()
@@ -183,7 +185,7 @@ class RewardManager:
         finally:
             self._free.put(process)
         pid, started, ended = answer.ran
-        error_text = failed + answer.error if answer.error else ""
+        error_text = failed + self.redacted(answer.error) if answer.error else ""
         return _Answer(answer.score, answer.extra, error_text, answer.timed_out, (int(pid), started, ended))
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:

@@ -3,6 +3,7 @@
 import io
 import math
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,8 +16,10 @@ from verl_like.trainer.display import Display, printable
 class RunConsole:
     """Prints to standard output; on a terminal a progress bar with the time left stays at the bottom."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Display, redacted: Callable[[str], str]) -> None:
         self.display = display
+        self.redacted = redacted
+        """Masks the secrets in a text."""
         if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of a terminal may lack a character
             sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(soft_wrap=True, highlight=False)
@@ -34,12 +37,12 @@ class RunConsole:
         self.task = self.progress.add_task("training", total=None, start=False)
 
     def say(self, text: str) -> None:
-        self.console.print(escape(printable(text)))
+        self.console.print(escape(printable(self.redacted(text))))
 
     def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
-            table.add_row(*(escape(printable(cell)) for cell in row.values()))
+            table.add_row(*(escape(printable(self.redacted(cell))) for cell in row.values()))
         self.console.print(table)
 
     def start_training(self, total_steps: int) -> None:

@@ -317,4 +317,5 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,
         max_memory_gb=reward.max_memory_gb,
+        redacted=config.redaction(),
     )

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from verl_like.protocol.files import open_regular, read_json, read_text
+from verl_like.secret_values import hidden_as, masked, with_masked_urls
 from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.config.compose import default_tree
@@ -148,9 +149,10 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
+    tree = hidden_as(config.shown(), masked(tree))  # secrets are those of the new command, and are not compared
     values = _values(tree)
     there = {key: value for key, value in values if key.split(".")[0] in saved}
-    here = dict(_values(config.model_dump(mode="json")))
+    here = dict(_values(hidden_as(tree, config.shown())))
     return [
         f"{key}={there.get(key)} (here: {here.get(key)})"
         for key in sorted({*there, *here})
@@ -229,7 +231,7 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
                 with open_regular(path) as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
             elif not path.is_dir():
-                digest.update(name.encode())
+                digest.update(with_masked_urls(name).encode())
             for part in sorted(path.glob("*.*")):
                 size = part.stat().st_size
                 digest.update(f"{part.name} {size}".encode())

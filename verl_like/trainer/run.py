@@ -63,7 +63,7 @@ def run(
                 folder = f"trainer.default_local_dir={inputs.config.trainer.default_local_dir}"
                 raise ValueError(f"{folder} cannot be written ({error}): make room there, or give another.") from error
         except (ValueError, RewardError, OSError) as error:
-            return say(str(error), 2)
+            return say(config.redaction()(str(error)), 2)
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
         for note in [*inputs.notes, *notes]:
@@ -95,17 +95,17 @@ def train(
         advice = []
         if isinstance(error, WorkerError) and error.shortage:
             advice.append(keys_that_lower(error.shortage.memory, error.role))
-        return say("\n".join([str(error), *advice, *getattr(error, "__notes__", [])]), 1)
+        return say(recorder.redacted("\n".join([str(error), *advice, *getattr(error, "__notes__", [])])), 1)
     except OSError as error:  # a full disk, above all
         outcome = f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as they were."
-        return say(f"{outcome} They are in {recorder.run_dir}.", 1)
+        return say(recorder.redacted(f"{outcome} They are in {recorder.run_dir}."), 1)
     finally:
         # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process, so it comes last.
         handle_signals(signal.SIG_IGN)
         try:
             recorder.close(outcome)
         except OSError as error:
-            say(f"{outcome} The report is not written: {error}.")
+            say(recorder.redacted(f"{outcome} The report is not written: {error}."))
         end_ray(keep_logs=has_failed)
         handle_signals(signal.default_int_handler)
 

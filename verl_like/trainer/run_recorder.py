@@ -68,9 +68,10 @@ class RunRecorder:
         write(self.run_dir / "config.yaml", to_yaml(config))
         self.timeline_file = open(self.run_dir / "timeline.jsonl", "a", buffering=1)  # noqa: SIM115
         self.timeline = Timeline(self.timeline_file, display)
-        self.console = RunConsole(display)
+        self.redacted = config.redaction()
+        self.console = RunConsole(display, self.redacted)
         self.tracking = Tracking(
-            trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.model_dump(mode="json")
+            trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.shown()
         )
         shown: dict[str, Any] = resumed.checkpoint.state["shown"] if resumed else {}
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
@@ -261,8 +262,8 @@ class RunRecorder:
     def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
         write_report(
             self.run_dir / "report.html",
-            title=f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}",
-            summary=f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s.",
+            title=self.redacted(f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"),
+            summary=self.redacted(f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s."),
             metrics=metrics,
             steps=self.timeline.last_steps(),
             placement=self.placement,

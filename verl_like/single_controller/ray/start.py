@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import ray
 import ray._private.worker
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -64,6 +65,19 @@ def require_cluster(address: str) -> None:
         )
 
 
+def make_auth_token(path: Path) -> None:
+    """Makes the token of a Ray that is started here, unless there is one, for its owner alone: Ray's own file is
+    readable for others."""
+    is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if is_given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(generate_new_authentication_token())
+
+
 def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
     """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on this machine.
 
@@ -83,6 +97,8 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
     if worker_command:
         local["runtime_env"] = {"py_executable": worker_command}
+    if not address:
+        make_auth_token(Path.home() / ".ray" / "auth_token")
     try:
         ray.init(
             address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else local)

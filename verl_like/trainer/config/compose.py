@@ -26,6 +26,14 @@ from yaml import YAMLError
 from verl_like.algorithms.registry import AlgorithmOptions, options_class
 from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 from verl_like.plugins import import_plugins
+from verl_like.secret_values import (
+    MASK,
+    differing_paths,
+    has_mask,
+    is_secret_name,
+    with_masked_urls,
+    without_secret_variables,
+)
 from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.config.presets import aggregation_of_loss, float_of_device, half_cluster, whole_cluster
 from verl_like.trainer.config.run_config import RunConfig
@@ -68,6 +76,11 @@ def load_config(
     missing = [f"{'.'.join(key)}: this key has no default, set it" for key, value in _values_of(raw) if value == "???"]
     _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *missing])
     resolved = _resolved(composed)
+    _raise_if_any(
+        f"{'.'.join(key)}: a secret stands as {MASK} in the record of a run; give the secret itself"
+        for key, value in _values_of(resolved)
+        if has_mask(value)
+    )
     config = _validated(schema, resolved, schema.base_name)  # first without the algorithms, whose files load torch
     options = _algorithm_options(schema, names, config.plugins)
     paths = [f"{declared.section}.{name}" for declared in options for name in declared.model_fields]
@@ -77,9 +90,21 @@ def load_config(
         block = functools.reduce(dict.__getitem__, declared.section.split("."), resolved)
         given = {name: block[name] for name in declared.model_fields if name in block}
         block |= _validated(declared, given, schema.base_name, declared.section.split(".")).model_dump()
-    config = _validated(schema, resolved, schema.base_name)
+    config = _validated(schema, resolved, schema.base_name).with_secret_paths(_secret_paths(raw, resolved))
     _raise_if_any(list(rules(config)))
     return config
+
+
+def _secret_paths(raw: Any, resolved: Any) -> frozenset[tuple[str, ...]]:
+    """Keys of values that are others where variables with the name of a secret have another text."""
+    without = without_secret_variables(raw)
+    if without == raw:
+        return frozenset()
+    try:
+        other = OmegaConf.to_container(OmegaConf.create(without), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"a variable with the name of a secret is no text here: {error}") from error
+    return frozenset(differing_paths(resolved, other))
 
 
 def _resolved(composed: DictConfig) -> Any:
@@ -113,8 +138,8 @@ def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] =
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, which `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    """The resolved configuration as YAML, which `load_config` reads back but for secrets, for which `***` stands."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.shown()))
 
 
 def default_tree(model: Any) -> dict[str, Any]:
@@ -157,8 +182,8 @@ def compose_tree(
             return compose("run", [*search_path, *(_as_forced(override, schema) for override in parsed)])
     except OverrideParseException as error:
         raise ConfigError(
-            f"{error.override}: expected key=value; a value with characters such as ~ = or , is quoted for Hydra "
-            "and for the shell: 'key=\"~/a,b\"'"
+            f"{_shown_override(str(error.override))}: expected key=value; a value with characters such as ~ = or , is "
+            "quoted for Hydra and for the shell: 'key=\"~/a,b\"'"
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _config_error(error) from error
@@ -188,9 +213,10 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError(f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir instead")
     if override.is_sweep_override():
+        value = value if line == _shown_override(line) else MASK
         raise ConfigError(
-            f"{line}: a comma separates several values and this key takes one: quote it for Hydra and for the shell, "
-            f"'{key}=\"{value}\"', or write a list, '{key}=[{value}]'"
+            f"{_shown_override(line)}: a comma separates several values and this key takes one: quote it for Hydra and "
+            f"for the shell, '{key}=\"{value}\"', or write a list, '{key}=[{value}]'"
         )
     if override.is_delete():
         return line
@@ -204,6 +230,13 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
     if takes_text and "_" in value and isinstance(override.value(), int | float):
         return f'++{key}="{value}"'  # 0.5_5 is a band, not the number 0.55 as in YAML
     return line if options else "++" + line.lstrip("+")  # options: a config group in a custom folder
+
+
+def _shown_override(line: str) -> str:
+    """The override as messages show it: without its value where the key has the name of a secret."""
+    key, sign, value = line.partition("=")
+    is_secret = any(map(is_secret_name, key.split(".")))
+    return f"{key}{sign}{MASK if is_secret else with_masked_urls(value)}"
 
 
 def _unknown_keys(
@@ -278,8 +311,8 @@ def _config_error(error: Exception) -> ConfigError:
     return cause or ConfigError(str(error))
 
 
-def _raise_if_any(problems: list[str]) -> None:
-    if problems:
+def _raise_if_any(problems: Iterable[str]) -> None:
+    if problems := list(problems):
         raise ConfigError("\n".join(problems))
 
 

@@ -1,11 +1,12 @@
 """What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs on."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Strict, model_validator
 
 from verl_like.algorithms.registry import Registry
 from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, PositiveInt
+from verl_like.secret_values import Redaction, masked
 
 
 def list_of_one(value: object) -> object:
@@ -114,6 +115,23 @@ class RunConfig(ConfigModel):
     """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""
     trainer: RecordConfig
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
+
+    _secret_paths: frozenset[tuple[str, ...]] = PrivateAttr(frozenset())
+    """Keys whose values came from an environment variable with the name of a secret."""
+
+    def with_secret_paths(self, paths: frozenset[tuple[str, ...]]) -> Self:
+        """The same, knowing which of its values came from such a variable."""
+        config = self.model_copy()
+        config._secret_paths = paths
+        return config
+
+    def shown(self) -> dict[str, Any]:
+        """The configuration as plain data, in which `***` stands for each secret."""
+        return masked(self.model_dump(mode="json"), self._secret_paths)
+
+    def redaction(self) -> Redaction:
+        """What masks the secrets of the configuration in messages."""
+        return Redaction.of(self.model_dump(mode="json"), self._secret_paths)
 
     @property
     def num_steps_of_run(self) -> int:
