@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import toy_trainer
 from runs import kill_driver
 from test_interruptions import assert_nothing_is_left, heed_interrupts
 
-from verl_like.trainer import run
+from verl_like.trainer import run, tracking
 from verl_like.trainer.run_recorder import RunRecorder
 
 TOY = Path(__file__).with_name("toy_trainer.py")
@@ -123,3 +124,29 @@ def test_a_full_disk_ends_a_run_with_where_its_checkpoints_are(
     out, err = capfd.readouterr()
     assert "No space left on device. Earlier checkpoints are as they were." in err and str(recorder.run_dir) in err
     assert "The report is not written" in out
+
+
+@pytest.mark.parametrize("fault", ["hangs", "raises"])
+def test_a_run_whose_tracker_fails_trains_to_its_end_and_says_what_the_tracker_lacks(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    never = threading.Event()
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        if fault == "raises":
+            raise ConnectionError("no network")
+        never.wait(600)
+
+    monkeypatch.setitem(tracking.TRACKERS, "mlflow", lambda tracked: tracking.Tracker(log, list))
+    monkeypatch.setattr(tracking, "FINISH_S", 1.5)
+    monkeypatch.setattr(run, "start_ray", lambda *_: None)
+    settings = {"default_local_dir": str(tmp_path), "logger": ["mlflow"], "steps": 5}
+    config = toy_trainer.ToyConfig(trainer=settings, target=0.5, rate=0.5)
+    recorder = RunRecorder(config, toy_trainer.DISPLAY)
+    assert run.train(toy_trainer.ToyInputs(config), toy_trainer.fit, recorder) == 0
+    never.set()
+    rows = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["toy/distance"] for row in rows] == [0.25, 0.125, 0.0625, 0.03125, 0.015625]
+    reason = "ConnectionError: no network" if fault == "raises" else "it did not end within 1.5 s"
+    out, _ = capfd.readouterr()
+    assert f"Tracker mlflow lacks 5 of 5 rows of metrics ({reason})" in out and "Done: 5 training steps." in out

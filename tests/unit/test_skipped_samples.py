@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_like.algorithms.kl import get_kl_controller
-from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.experience_maker import ExperienceMaker
 
@@ -63,7 +63,14 @@ def test_the_overlong_penalty_counts_all_tokens_of_a_response_and_not_only_those
     # The third is skipped: it has no token on which a penalty could stand.
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2 - 1.5, 3, 4 - 0.75]
     assert batch.batch["token_level_scores"][1].tolist() == [0, 0, 0, 0.5]
-    assert metrics == {"reward/overlong_penalty": -(0 + 1.5 + 1.5 + 0.75) / 4}
+    assert metrics == {"reward/overlong_penalty": -(0 + 1.5 + 0.75) / 3}
+
+
+def test_the_overlong_penalty_of_a_batch_of_which_all_was_skipped_is_none():
+    settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2", "data.max_response_length=4"]
+    batch = scored_batch(is_skipped=torch.ones(4, dtype=torch.bool))
+    metrics = maker_of(*settings).compute_rewards(batch)
+    assert metrics["reward/overlong_penalty"].weight == 0 and not batch.batch["response_mask"].any()
 
 
 def test_the_adaptive_coefficient_counts_the_samples_that_were_scored():
@@ -73,9 +80,10 @@ def test_the_adaptive_coefficient_counts_the_samples_that_were_scored():
     batch = scored_batch(old_log_probs=shift.clone(), ref_log_prob=torch.zeros(4, 4))
     settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
     maker = maker_of(*settings, "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.target_kl=1.0")
-    metrics = metric_values(maker.compute_rewards(batch))
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx(7 / 3)
-    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    metrics = maker.compute_rewards(batch)
+    assert metrics["actor/reward_kl_penalty"] == Metric.mean(metrics["actor/reward_kl_penalty"].value, weight=3)
+    assert metrics["actor/reward_kl_penalty"].value == pytest.approx(7 / 3)
+    assert metrics["actor/reward_kl_penalty_coeff"] == Metric.mean(0.5, weight=3)
     assert maker.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * 3 / 10_000), rel=1e-12)
     # The penalty is on the tokens that count, and nothing of the skipped sample is left.
     expected = (batch.batch["token_level_scores"] - 0.5 * shift) * COUNTS * ~SKIPPED.unsqueeze(-1)
@@ -119,6 +127,26 @@ def test_remax_takes_nothing_from_a_greedy_answer_that_was_skipped():
     maker.compute_advantages(batch)
     assert batch.batch["advantages"].tolist() == [[-4, -4], [-4, -4], [0, 0], [0, 0]]
     assert batch.batch["returns"].tolist() == [[1, 1]] * 4
+
+
+def test_a_sample_that_is_skipped_counts_nothing_in_a_validation():
+    prompts = DataProto.from_dict({"input_ids": torch.zeros(2, 1)}, {"uid": np.array(["a", "b"], dtype=object)})
+    prompts.meta_info["greedy"] = True
+    _, scores_B, _ = AnswersGreedily(**vars(maker_of())).generate_and_score(prompts, num_samples=1)
+    assert scores_B.tolist() == [5.0, 0.0]
+
+
+def test_what_a_correction_removes_leaves_the_loss_and_stays_among_what_was_sampled():
+    batch, kept = scored_batch(), COUNTS * torch.tensor([1, 0, 1, 1])
+    batch.batch["response_mask"] = COUNTS * ~SKIPPED.unsqueeze(-1)
+    correction = "algorithm.rollout_correction.rollout_rs"
+    maker = maker_of(f"{correction}=token_k1", f"{correction}_threshold=0.5_2.0")
+    maker.narrow(batch, kept)
+    assert torch.equal(batch.batch["response_mask"], kept)
+    assert torch.equal(batch.batch["sampled_mask"], COUNTS * ~SKIPPED.unsqueeze(-1))
+    plain = scored_batch()
+    maker_of().narrow(plain, plain.batch["response_mask"])
+    assert torch.equal(plain.batch["response_mask"], COUNTS) and "sampled_mask" not in plain.batch
 
 
 def drawn_tokens(step: int) -> torch.Tensor:

@@ -237,7 +237,8 @@ class ExperienceMaker:
             lengths_B = columns["attention_mask"][:, -max_length:].sum(-1)
             penalty_B = overlong_penalty(lengths_B, max_length, buffer.len, buffer.penalty_factor)
             columns["token_level_scores"] = columns["token_level_scores"] + on_last_token(penalty_B, mask_BR)
-            metrics["reward/overlong_penalty"] = Metric.mean(float(penalty_B.mean()), weight=len(penalty_B))
+            scored_B = penalty_B[mask_BR.any(-1)]  # those that were skipped get none
+            metrics["reward/overlong_penalty"] = Metric.mean(float(scored_B.mean()), weight=len(scored_B))
         columns["token_level_rewards"] = columns["token_level_scores"]
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
@@ -251,8 +252,7 @@ class ExperienceMaker:
             estimator=self.config.algorithm.kl_penalty,
         )
         num_scored = int(mask_BR.any(-1).sum())
-        if num_scored:
-            self.kl_controller.update(current_kl, n_steps=num_scored)
+        self.kl_controller.update(current_kl, n_steps=num_scored)
         metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
         metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
         return metrics

@@ -235,7 +235,7 @@ class PendingScores:
         assert self.mask_BR is not None, "complete(batch) comes before get()"
         result = self.pending.get()
         self.scorer.report(result.ran)
-        scores_B = self._for_all_rows(np.where(result.skipped, 0.0, result.scores).astype(np.float32), 0.0)
+        scores_B = self._for_all_rows(result.scores, 0.0)  # of one that was skipped it is 0, too
         extra = {
             f"{EXTRA_PREFIX}{name}": self._for_all_rows(values, None if values.dtype == object else np.nan)
             for name, values in result.extra.items()

@@ -22,6 +22,9 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 # packs each argument of a call on its own.
 Message = list[Any]
 
+_LONGEST_FOLDER = 70
+"""Characters of a folder for temporary files. The path of a socket has at most 107, and vLLM's names have 36."""
+
 
 @dataclass(frozen=True)
 class ProcessInfo:
@@ -96,5 +99,7 @@ def _keep_temporary_files_with_the_session() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     ray_node: Any = ray._private.worker._global_node
     folder = f"{ray_node.get_session_dir_path()}/tmp"
+    if len(folder) > _LONGEST_FOLDER:
+        return
     os.makedirs(folder, exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
