@@ -42,7 +42,9 @@ class TrainedFsdpConfig(FsdpConfig):
     """Ranks one copy of the parameters is sharded over with zero1, zero2 and zero3; -1 means all ranks of the pool. It
     divides the pool's size."""
     model_dtype: TrainingDtype = "float32"
-    """Data type in which the parameters are stored: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+    """Data type in which the parameters and AdamW's two averages are stored: float32 or bfloat16 (fp32 and bf16 mean
+    the same). In bfloat16 a change below 1/512 of a number is rounded away: weights stay where they are with a small
+    learning rate, and the average of squared gradients does not fall."""
 
     @property
     def num_shards(self) -> int:
