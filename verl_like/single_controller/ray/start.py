@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import ray
 import ray._private.worker
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
@@ -94,6 +95,10 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray's handler of failures takes SIGTERM for one and aborts the driver 3 s later.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
+    # To a Ray that is started here this machine is 127.0.0.1, and so its processes listen there alone. Ray has this
+    # setting for macOS, and takes the machine's address in the network otherwise, also where it is told 127.0.0.1.
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = bool(address)
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
     if worker_command:
         local["runtime_env"] = {"py_executable": worker_command}
@@ -115,6 +120,7 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     except SystemExit:  # what Ray makes of SIGTERM
         raise KeyboardInterrupt from None
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

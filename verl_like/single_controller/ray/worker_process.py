@@ -13,6 +13,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
+from verl_like.single_controller.network import listen_at
 from verl_like.single_controller.ray.message import fetch, pack, unpack
 from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.worker import Worker, reserve_port
@@ -41,6 +42,7 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self.node = ray.util.get_node_ip_address()
+        listen_at(self.node)
         self.invoker = Invoker(self.node)
         self.workers: dict[str, Worker] = {}
         self.start_error: WorkerError | None = None

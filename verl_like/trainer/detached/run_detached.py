@@ -11,10 +11,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
-from torch.distributed import TCPStore
 
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
+from verl_like.single_controller.network import open_store
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
 from verl_like.single_controller.ray.resource_pool import RayResourcePool, reserve
 from verl_like.trainer.detached.config import DetachedConfig
@@ -158,7 +158,7 @@ class DetachedRun:
         trainer_class: Any = DetachedPPOTrainer
         host, port, count = ray.util.get_node_ip_address(), 0, detached.num_trainers
         if count > 1:  # where the processes of all trainers meet; it lives as long as this object
-            self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self.store = open_store(host)
             port = self.store.port
         for index, name in enumerate(config.trainer_names):
             env_info = {"rank": index, "world_size": count, "master_addr": host, "master_port": port}

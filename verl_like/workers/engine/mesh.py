@@ -1,12 +1,13 @@
 """The ranks of a worker group: how they find each other, and who shares parameters and sequences with whom."""
 
+import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_like.single_controller.network import open_store
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.planning.partition import num_groups
 
@@ -26,12 +27,21 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
         return
     if device == "cuda":
         torch.cuda.set_device(0)
-    store: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
     if trainer := JointTrainer.of_process():
-        store = {"store": _meet(trainer, rank, world_size)}
+        store = _meet(trainer, rank, world_size)
         rank, world_size = trainer.index * world_size + rank, trainer.count * world_size
+    else:
+        store = _store_of_group(rank) if world_size > 1 else dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE, **store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE)
+
+
+def _store_of_group(rank: int) -> dist.Store:
+    """The store of this worker group, which rank 0 opens."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return open_store(host, port, timeout=COLLECTIVE_DEADLINE)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=COLLECTIVE_DEADLINE)
 
 
 def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:

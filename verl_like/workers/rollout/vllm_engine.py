@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from verl_like.single_controller.network import address_towards, open_store
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest
@@ -141,21 +142,23 @@ class VllmEngine(RolloutEngine):
 
     def _replica_executor(self) -> type:
         """vLLM's executor for processes that somebody else started, told where the processes of this replica meet."""
-        from vllm.utils.network_utils import get_ip, get_open_port
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
         # The replicas' first processes post their addresses at the group's. Kept for the engine's lifetime: the others
         # may read after rank 0 has gone on.
-        self._rendezvous = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=self.rank == 0,
-            wait_for_workers=False,
-            timeout=_RENDEZVOUS_TIMEOUT,
-        )
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if self.rank == 0:
+            self._rendezvous = open_store(*place, timeout=_RENDEZVOUS_TIMEOUT)
+        else:
+            self._rendezvous = dist.TCPStore(
+                *place, is_master=False, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
+            )
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
-            self._rendezvous.set(key, f"{get_ip()}:{get_open_port()}")
+            self._store_of_replica = open_store(address_towards(place[0]))
+            self._rendezvous.set(key, f"{self._store_of_replica.host}:{self._store_of_replica.port}")
+        # torch then connects to this store, where it would open one that listens at all addresses.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self._meeting_point = self._rendezvous.get(key).decode()
         # Where each process sees one GPU, that GPU is number 0 whatever the local rank is.
         local_rank = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", self.tp_rank))

@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from verl_like.single_controller.network import address_towards, open_store
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, SharedPages, with_data
@@ -118,10 +118,8 @@ class _Sender:
     """A rank of the trainer: a store where receivers ask for weights, and a thread that broadcasts the latest."""
 
     def __init__(self) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the way to others
-            probe.connect((os.environ["MASTER_ADDR"], 1))
-            host = probe.getsockname()[0]
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        host = address_towards(os.environ["MASTER_ADDR"])
+        self.store = open_store(host, timeout=_TIMEOUT)
         self.address = host, self.store.port
         self.latest: WeightExport
         self.groups: dict[str, Any] = {}
