@@ -2,7 +2,8 @@
 
 Prints one line a proof and writes them to docs/proofs.md, and the table of model families to docs/models.md.
 `make proofs CHOSEN="-k resume"` runs those that these arguments of pytest choose and leaves the rows of the others as
-they are. A test tells what it measured by `record_property("result", ...)`.
+they are. A test tells what it measured by `record_property("result", ...)`, and what a fault did to a run by
+`record_property("reliability", [...])`, the cells of a row of docs/reliability.md.
 """
 
 import subprocess
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proofs.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 REPRESENTATIVES = tomllib.loads((ROOT / "tests" / "representatives.toml").read_text())
+FAULTS_PAGE = ROOT / "docs" / "reliability.md"
+FAULTS_HEAD = "|---|---|---|---|---|---|---|\n"
 COLUMNS = ["what", "result", "took", "commit", "in `make test`"]
 
 
@@ -44,6 +47,7 @@ class Report:
         self.seconds: Counter[str] = Counter()
         self.families: str | None = None
         """The table of docs/models.md, where its proof has run."""
+        self.faults: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -55,6 +59,8 @@ class Report:
             if report.outcome != "passed":
                 result = f"{report.outcome}: {report.longreprtext.strip().splitlines()[-1]}"
             seconds = self.seconds[report.nodeid]
+            faults = [cells for name, cells in report.user_properties if name == "reliability"]
+            self.faults += [f"| {' | '.join(cells)} |" for cells in faults]
             cells = [what, result, f"{seconds:.0f} s", self.commit, representative(report.nodeid)]
             self.rows[what] = f"| {' | '.join(cells)} |".replace("\n", " ")
             print(f"\n{seconds:5.0f} s  {what}: {result}", flush=True)
@@ -80,6 +86,7 @@ def main() -> int:
     PAGE.write_text(f"{head}{table}\n")
     if report.families:
         write_families(report.families, commit)
+    write_faults(report.faults, keep=bool(chosen))
     return code
 
 
@@ -89,6 +96,20 @@ def write_families(table: str, commit: str) -> None:
     _, _, after = rest.partition("<!-- end of families -->")
     marked = f"<!-- families -->\n\nOn {commit}:\n\n{table}\n\n<!-- end of families -->"
     MODELS_PAGE.write_text(f"{before}{marked}{after}")
+
+
+def write_faults(rows: list[str], keep: bool) -> None:
+    """Writes the rows of docs/reliability.md below its text; with `keep` those of faults that did not run stay."""
+    text, header, table = FAULTS_PAGE.read_text().partition(FAULTS_HEAD)
+    assert header, f"{FAULTS_PAGE} has lost its table"
+    faults = {fault_of(row): row for row in [*(table.splitlines() if keep else []), *rows]}
+    FAULTS_PAGE.write_text(text + header + "\n".join(faults[fault] for fault in sorted(faults)) + "\n")
+
+
+def fault_of(row: str) -> tuple[int, str, str]:
+    """Number, what was done, and the kind of run."""
+    number, done, kind = row.removeprefix("| ").split(" | ")[:3]
+    return int(number), done, kind
 
 
 if __name__ == "__main__":
