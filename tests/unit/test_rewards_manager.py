@@ -229,6 +229,13 @@ def test_a_check_refuses_every_sample_that_fails_or_warns_where_the_run_would_sk
         ),
         ("def broken(:", "compute_score", "fails on import: SyntaxError"),
         ("import os; os._exit(7)", "compute_score", "did not survive loading it"),
+        ("import ctypes; ctypes.string_at(0)", "compute_score", r"loading it \(it died with exit code -11\)"),
+        # The child has the socket too, so its end alone would not be seen.
+        (
+            "import os, time\nif os.fork() == 0: time.sleep(600)\nos._exit(8)",
+            "compute_score",
+            r"loading it \(it died with exit code 8\)",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused_at_once(

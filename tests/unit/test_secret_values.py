@@ -1,5 +1,6 @@
 """Secrets of a configuration: which values they are, and where they do not stand."""
 
+import copy
 import os
 import stat
 import subprocess
@@ -15,9 +16,9 @@ from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardMan
 from verl_like.secret_values import Redaction, is_secret_name, masked, with_masked_urls
 from verl_like.single_controller.ray.start import make_auth_token
 from verl_like.trainer.config import load_ppo_config, to_yaml
-from verl_like.trainer.config.compose import leaves
+from verl_like.trainer.config.compose import leaves, load_config
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig
 
 NEEDED = [
@@ -80,6 +81,16 @@ def test_values_of_secret_variables_are_masked_wherever_they_go(monkeypatch: pyt
     expected = {"endpoint": "***", "region": "north", "again": "***", "other": "***"}
     assert tree["custom_reward_function"]["reward_kwargs"] == expected
     assert "canary7" not in to_yaml(config) and "77" not in to_yaml(config)
+
+
+def test_the_configurations_of_makers_and_workers_know_the_secrets_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_JUDGE_TOKEN", "canary7")
+    settings = ["placement=detached", "trainer.n_gpus_per_node=1", "algorithm.adv_estimator=grpo"]
+    settings += ["actor_rollout_ref.rollout.n=2", "algorithm.rollout_correction.bypass_mode=true"]
+    settings += ["trainer.project_name=${oc.env:MY_JUDGE_TOKEN}"]
+    config = load_config(DetachedConfig, broken_detached_rules, [*NEEDED, *settings])
+    for each in (config.with_all_pools(), config.of_maker("maker_0"), copy.deepcopy(config)):
+        assert each.shown()["trainer"]["project_name"] == "***" and each.redaction()("canary7") == "***"
 
 
 @pytest.mark.parametrize(
