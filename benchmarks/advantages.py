@@ -11,10 +11,10 @@ import statistics
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, copy_rate, interleave
+from benchmarks.harness import Report, Side, copy_rate, interleave, sized
 from benchmarks.sides.advantages_work import batch
 
-ROWS, LENGTH, ROUNDS = 1024, 8192, 7
+ROWS, LENGTH, ROUNDS = sized((1024, 8192, 7), (16, 256, 1))
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ its first answer, imports of the worker's module included, in a Ray that is up.
 
 import statistics
 
-from benchmarks.harness import Report, Side, interleave
+from benchmarks.harness import Report, Side, interleave, sized
 
-ROUNDS, REPEATS = 12, 15
-STARTS = {2: 3, 8: 1}  # workers -> how often a group is started
+ROUNDS, REPEATS = sized((12, 15), (1, 2))
+STARTS = sized({2: 3, 8: 1}, {2: 1})  # workers -> how often a group is started
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ which it ran no Python meanwhile. The last row is what the driver does once all 
 
 import statistics
 
-from benchmarks.harness import Report, Side, copy_rate
+from benchmarks.harness import Report, Side, copy_rate, sized
 
-WARM_UP, ROUNDS = 1, 5
+WARM_UP, ROUNDS = sized((1, 5), (0, 1))
 WAYS = ("ours", "async_save", "save")
-SHAPE_OF_512_MIB = {"hidden": 384, "layers": 24}
+SHAPE_OF_512_MIB = sized({"hidden": 384, "layers": 24}, {"hidden": 64, "layers": 2})
 
 
 def measure(report: Report, side: Side, shape: dict[str, int]) -> None:

@@ -28,15 +28,17 @@ import statistics
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, copy_rate
+from benchmarks.harness import Report, Side, copy_rate, sized
 from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, SAMPLE_BYTES
 from benchmarks.sides.grpo_world import forced_lengths
 from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
-SAMPLES, SLOTS, STEPS, WARM_UP = 64, 16, 60, 10  # samples of a version
+SAMPLES, SLOTS = 64, 16  # samples of a version
+STEPS, WARM_UP = sized((60, 10), (6, 2))
 RATIOS = (0.5, 0.7, 1.0, 1.4, 2.0)  # seconds of generation, all slots busy, for one of training
-SEEDS, ROUNDS = 3, 5
+SEEDS = sized(3, 1)
+ROUNDS, WARM_UP_ROUNDS = sized((5, 2), (1, 0))
 RESTART_BELOW = 2  # mean lengths
 AT_ONCE = (1, 16, 64)  # samples in a call of ours; a maker sends what it has made together
 
@@ -189,13 +191,13 @@ def buffers(report: Report) -> None:
     rates: dict[str, list[float]] = {}
     for side in sides:
         side.call("start")
-    for index in range(ROUNDS + 2):
+    for index in range(WARM_UP_ROUNDS + ROUNDS):
         sums = []
         for side in [*sides[index % 3 :], *sides[: index % 3]]:
             for at_once in AT_ONCE if side.name == "ours" else (1,):
                 result = side.call("pass_on", seed=index, at_once=at_once)
                 sums.append(result["sums"])
-                if index >= 2:
+                if index >= WARM_UP_ROUNDS:
                     name = f"{side.name}, {at_once} in a call"
                     rates.setdefault(name, []).append(NUM_SAMPLES / result["seconds"])
         for other in sums[1:]:

@@ -15,11 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import ROOT, Report
+from benchmarks import toy_world
+from benchmarks.harness import ROOT, Report, sized
 
-STEPS, SKIPPED, ROUNDS = 24, 2, 2
+STEPS, SKIPPED, ROUNDS = sized((24, 2, 2), (3, 1, 1))
 SAMPLES = 32 * 8
-WORLD = ROOT / ".toy_world"
 ACCURACY = "val-core/verl_like/arithmetic/reward/mean@1"
 COMMANDS = {
     "synchronous": ["main_ppo", "--config-dir", "examples/grpo/config"],
@@ -31,11 +31,11 @@ SETTINGS = {
 }
 
 
-def run(name: str, seed: int) -> list[dict[str, float]]:
+def run(name: str, seed: int, world: list[str]) -> list[dict[str, float]]:
     """The rows of the run's metrics."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", f"trainer.seed={seed}"]
-        overrides += [f"trainer.default_local_dir={folder}", SETTINGS[name]]
+        overrides += [f"trainer.default_local_dir={folder}", SETTINGS[name], *world]
         entry_point, *config = COMMANDS[name]
         command = [
             sys.executable,
@@ -58,9 +58,8 @@ def trained(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def main() -> None:
     report = Report("detached_toy", "The toy job of the examples, synchronous and detached, on the same work")
-    make_world = [sys.executable, "examples/split_placement/make_toy_world.py", "--out", str(WORLD)]
-    subprocess.run(make_world, check=True, cwd=ROOT, timeout=600)
-    rows = {name: [run(name, seed) for seed in range(1, ROUNDS + 1)] for name in COMMANDS}
+    world = toy_world.make()
+    rows = {name: [run(name, seed, world) for seed in range(1, ROUNDS + 1)] for name in COMMANDS}
     rates = {}
     for name, runs in rows.items():
         seconds = [[row["timing_s/step"] for row in trained(steps)] for steps in runs]

@@ -11,12 +11,12 @@ of the tokens (7 columns there, 1 back).
 
 import statistics
 
-from benchmarks.harness import Report, Side, copy_rate
+from benchmarks.harness import Report, Side, copy_rate, sized
 from benchmarks.sides.dispatch_batch import BYTES_PER_TOKEN, REPLY_BYTES_PER_TOKEN, ragged_lengths
 
-SHAPES = [(256, 2048), (256, 8192), (1024, 8192)]  # 18, 72 and 288 MiB
-WARM_UP, ROUNDS, CALLS = 2, 7, 20
-RAGGED = (256, 8192)
+SHAPES = sized([(256, 2048), (256, 8192), (1024, 8192)], [(16, 64), (32, 128)])  # 18, 72 and 288 MiB
+WARM_UP, ROUNDS, CALLS = sized((2, 7, 20), (0, 1, 2))
+RAGGED = sized((256, 8192), (16, 128))
 
 
 def main() -> None:

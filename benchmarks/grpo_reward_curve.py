@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.grpo_step import THREADS
-from benchmarks.harness import Report, Side
+from benchmarks.harness import Report, Side, sized
 from benchmarks.sides import grpo_world as world
 
-STEPS, SEEDS, TEN = 50, (1, 2), 10
+STEPS, TEN = sized((50, 10), (2, 1))
+SEEDS = sized((1, 2), (1,))
 VOCABULARY = 33  # with the end token
 LEARNING_RATE = 1e-3
 

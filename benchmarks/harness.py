@@ -1,4 +1,9 @@
-"""Runs contenders side by side on the same work, compares what they return, and reports ratios, limits and targets."""
+"""Runs contenders side by side on the same work, compares what they return, and reports ratios, limits and targets.
+
+Two variables of the environment are for the tests, which run every benchmark in seconds. With `BENCHMARK_SIZE=small`
+the numbers are of no worth and are written to build/benchmarks. With `BENCHMARK_SIDES=ours` the peers are not started:
+each answers what our side answered last to the same function.
+"""
 
 import contextlib
 import json
@@ -11,17 +16,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from benchmarks.serve import unpacked
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+IS_SMALL = os.environ.get("BENCHMARK_SIZE") == "small"
+IS_OURS_ALONE = os.environ.get("BENCHMARK_SIDES") == "ours"
+RESULTS = ROOT / "build" / "benchmarks" if IS_SMALL else ROOT / "benchmarks" / "results"
 LINES_OF_LOG = 40
 """Lines at the end of a side's log that are shown when it fails."""
+T = TypeVar("T")
 PYTHON = {"project": sys.executable, "peers": str(ROOT / "benchmarks" / ".peers" / "bin" / "python")}
+
+
+OUR_ANSWERS: dict[str, dict[str, Any]] = {}
+"""The last answer to each function, for `BENCHMARK_SIDES=ours`."""
+
+
+def sized(whole: T, small: T) -> T:
+    """A size of the work: `small` where the tests run it."""
+    return small if IS_SMALL else whole
 
 
 class Side:
@@ -43,9 +60,12 @@ class Side:
         threads: int = 1,
         variables: dict[str, str] | None = None,
     ) -> None:
+        self.name = name
+        self.is_started = environment == "project" or not IS_OURS_ALONE
+        if not self.is_started:
+            return
         if not Path(PYTHON[environment]).exists():
             raise SystemExit("The peers' environment does not exist yet: bash benchmarks/setup_peers.sh makes it.")
-        self.name = name
         self.log = (ROOT / "benchmarks" / f".{Path(script).name}.{name.replace(' ', '_')}.log").open("w")
         self.process = subprocess.Popen(
             [PYTHON[environment], str(ROOT / "benchmarks" / "sides" / script)],
@@ -66,6 +86,8 @@ class Side:
 
         Raises RuntimeError if the function raised, with its traceback, or if the side died; with the end of its log.
         """
+        if not self.is_started:
+            return OUR_ANSWERS.get(function, {})
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
@@ -75,7 +97,8 @@ class Side:
             answer = ""
         contents = json.loads(answer) if answer else {}
         if "result" in contents:
-            return {name: unpacked(value) for name, value in contents["result"].items()}
+            OUR_ANSWERS[function] = {name: unpacked(value) for name, value in contents["result"].items()}
+            return OUR_ANSWERS[function]
         self.close()  # what it prints as it ends is in the log then
         end = "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-LINES_OF_LOG:])
         why = contents.get("traceback", f"It ended with status {self.process.returncode} and gave no answer.\n")
@@ -83,6 +106,8 @@ class Side:
 
     def close(self) -> None:
         """Ends the side's process, which has 30 s for it."""
+        if not self.is_started:
+            return
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # the process is gone, and something was left to be sent
             self.process.stdin.close()
@@ -97,7 +122,11 @@ class Side:
 def interleave(
     sides: Sequence[Side], rounds: int, function: str, *, warm_up: int = 2, **arguments: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Calls the function on all sides in turn, in another order each round; the results after the warm-up, by side."""
+    """Calls the function on all sides in turn, in another order each round; the results after the warm-up, by side.
+
+    A small benchmark does not warm up.
+    """
+    warm_up = sized(warm_up, 0)
     results: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     for index in range(warm_up + rounds):
         start = index % len(sides)
@@ -202,6 +231,7 @@ class Report:
         contents = {
             "benchmark": self.name,
             "title": self.title,
+            "commit": commit(),
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             # Ray's own processes are not children of this one, so this is an upper bound where Ray runs.
@@ -213,6 +243,12 @@ class Report:
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(contents, indent=1) + "\n")
         print(f"\n  {path}\n", flush=True)
+
+
+def commit() -> str:
+    """The commit that is checked out, with `-dirty` if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:

@@ -12,9 +12,9 @@ import statistics
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, interleave
+from benchmarks.harness import Report, Side, interleave, sized
 
-ROUNDS = 3
+ROUNDS = sized(3, 1)
 CONTENDERS = {
     "ours": ("head_ours.py", "project", "ours"),
     "naive": ("head_ours.py", "project", "naive"),
@@ -68,7 +68,7 @@ def show_memory(report: Report, sides: dict[str, Side], shape: list[int], device
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", default="4096,65536,256", help="N,V,H")
+    parser.add_argument("--shape", default=sized("4096,65536,256", "64,2048,64"), help="N,V,H")
     parser.add_argument("--threads", default=2, type=int)
     arguments = parser.parse_args()
     shape = [int(size) for size in arguments.shape.split(",")]

@@ -15,11 +15,14 @@ idle, so that what the two take from each other counts against us.
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, interleave
+from benchmarks.harness import Report, Side, interleave, sized
 
-SLEEP_S, ROUNDS = 0.3, 9
-LARGE = {"rows": 256, "length": 2048}  # 24 MiB
-SMALL = {"rows": 64, "length": 256}  # 0.75 MiB; more tokens would only make the step longer
+SLEEP_S = 0.3
+ROUNDS, WARM_UP = sized((9, 2), (1, 0))
+LARGE = sized({"rows": 256, "length": 2048}, {"rows": 8, "length": 64})  # 24 MiB
+SMALL = sized(
+    {"rows": 64, "length": 256}, {"rows": 8, "length": 64}
+)  # 0.75 MiB; more tokens would only make the step longer
 
 
 def longer_of(results: list[dict]) -> list[float]:
@@ -39,9 +42,9 @@ def measure(report: Report, sides: list[Side], what: str, shape: dict, sleep_s: 
     ours, verl = sides
     results: dict[str, list[dict]] = {side.name: [] for side in sides}
     alone = []
-    for seed in range(ROUNDS + 2):
+    for seed in range(WARM_UP + ROUNDS):
         one = interleave(sides, 1, "update", warm_up=0, seed=seed, sleep_s=sleep_s, **shape)
-        if seed >= 2:  # the first rounds warm up
+        if seed >= WARM_UP:
             for name, result in one.items():
                 results[name] += result
             if not sleep_s:

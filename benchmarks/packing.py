@@ -11,10 +11,10 @@ import tempfile
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, interleave
+from benchmarks.harness import Report, Side, interleave, sized
 from benchmarks.sides.packing_data import columns
 
-ROUNDS = 3
+ROUNDS = sized(3, 1)
 
 
 def main() -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Report, Side
+from benchmarks.harness import Report, Side, sized
 from benchmarks.sides.planner_data import BUDGET, LAWS, lengths
 
-MICRO_BATCH_ROWS = (128, 512, 2048, 8192, 16384)
-SHARES = ((128, 8), (512, 64), (16384, 8), (8192, 64), (2048, 512), (8192, 512), (16384, 512))  # by cost for verl
-ROUNDS = 5
+MICRO_BATCH_ROWS = sized((128, 512, 2048, 8192, 16384), (128,))
+ALL_SHARES = ((128, 8), (512, 64), (16384, 8), (8192, 64), (2048, 512), (8192, 512), (16384, 512))  # by cost for verl
+SHARES = sized(ALL_SHARES, ALL_SHARES[:1])
+ROUNDS = sized(5, 1)
 SECONDS_LIMIT = 3.0
 
 

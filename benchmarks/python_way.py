@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import ROOT, Report
+from benchmarks import toy_world
+from benchmarks.harness import ROOT, Report, sized
 
-ROUNDS = 5
+ROUNDS, WARM_UP = sized((5, 1), (1, 0))
+PROCESSES = sized((1, 2), (1,))
 KEYS = [
     *("algorithm.lam=0.95", "algorithm.use_kl_in_reward=true", "reward.num_workers=1"),
     *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
@@ -45,21 +47,25 @@ def seconds_to_first_generation(arguments: list[str], folder: Path) -> float:
 
 
 def main() -> None:
-    make_world = ["examples/split_placement/make_toy_world.py", "--out", ".toy_world"]
-    subprocess.run([sys.executable, *make_world], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=900)
+    world = toy_world.make()
     report = Report("python_way", "The start of PPO of the toy world, from Python and by the command")
-    for processes in (1, 2):
+    for processes in PROCESSES:
         seconds: dict[str, list[float]] = {"command": [], "Python": []}
-        for index in range(ROUNDS + 1):
+        for index in range(WARM_UP + ROUNDS):
             for name in list(seconds) if index % 2 else reversed(list(seconds)):
                 with tempfile.TemporaryDirectory() as path:
                     strategy = [
                         f"{part}.fsdp_config.strategy=ddp" for part in ("actor_rollout_ref.actor", "critic.model")
                     ]
-                    own = [f"trainer.n_gpus_per_node={processes}", f"trainer.default_local_dir={path}", *strategy]
+                    own = [
+                        f"trainer.n_gpus_per_node={processes}",
+                        f"trainer.default_local_dir={path}",
+                        *strategy,
+                        *world,
+                    ]
                     script = ["benchmarks/sides/python_way_script.py", path, str(processes)]
                     took = seconds_to_first_generation(script if name == "Python" else [*COMMAND, *own], Path(path))
-                if index:  # the first round warms up
+                if index >= WARM_UP:
                     seconds[name].append(took)
         for name, values in seconds.items():
             report.row(f"{processes} process(es): {name}", "s", values)

@@ -14,11 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import ROOT, Report
+from benchmarks import toy_world
+from benchmarks.harness import ROOT, Report, sized
 from verl_like.trainer import checkpoint
 
-ROUNDS = 3
-WORLD = ROOT / ".toy_world"
+ROUNDS = sized(3, 1)
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
@@ -26,11 +26,11 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def seconds_to_first_step(folder: Path, num_rows: int) -> float:
+def seconds_to_first_step(folder: Path, num_rows: int, world: list[str]) -> float:
     """Runs the command until one more row is in the metrics and there is a checkpoint."""
     command = [sys.executable, "-m", "verl_like.trainer.main_ppo", "--config-dir", "examples/split_placement/config"]
     command += ["--config-name", "toy", f"trainer.default_local_dir={folder}", "trainer.save_freq=1"]
-    command += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+    command += ["trainer.val_before_train=false", "trainer.test_freq=-1", *world]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -48,19 +48,18 @@ def seconds_to_first_step(folder: Path, num_rows: int) -> float:
 
 def main() -> None:
     report = Report("resume", "From the command to the first step, of a run that is continued and of a new one")
-    make_world = [sys.executable, "examples/split_placement/make_toy_world.py", "--out", str(WORLD)]
-    subprocess.run(make_world, check=True, cwd=ROOT, timeout=600)
+    world = toy_world.make()
     new, continued = [], []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent)
-            new.append(seconds_to_first_step(folder, 0))
+            new.append(seconds_to_first_step(folder, 0, world))
             (run_dir,) = folder.glob("2*")
             newest, _ = checkpoint.newest(run_dir)
             assert newest
             # The continued run would cut off later rows itself, but they must not be taken for its own.
             os.truncate(run_dir / "metrics.jsonl", newest.state["files"]["metrics.jsonl"])
-            continued.append(seconds_to_first_step(folder, newest.step))
+            continued.append(seconds_to_first_step(folder, newest.step, world))
             assert len(list(folder.glob("2*"))) == 1, "the run was not continued"
     report.row("a new run", "s", new)
     ratio = statistics.median(continued) / statistics.median(new)

@@ -19,10 +19,12 @@ import shutil
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, interleave
+from benchmarks.harness import Report, Side, interleave, sized
 from benchmarks.sides.rollout_data import NUM_PROMPTS, lengths
 
-ROUNDS, SIZES = 5, [1, 2, 4, 8, 16, 32, 64]
+ROUNDS, WARM_UP = sized((5, 1), (1, 0))
+SIZES = sized([1, 2, 4, 8, 16, 32, 64], [1, 4])
+CONTROL_LENGTH = sized(24, 4)
 
 
 def refill_seconds(wanted: list[int], costs: dict[str, float]) -> float:
@@ -40,16 +42,16 @@ def main() -> None:
     ]
     made = ours.call("start")
     peer.call("start", folder=made["folder"])
-    responses = [side.call("greedy", seed=100, length=24)["responses"] for side in sides]
+    responses = [side.call("greedy", seed=100, length=CONTROL_LENGTH)["responses"] for side in sides]
     np.testing.assert_array_equal(*responses)
 
     speeds: dict[str, list[float]] = {side.name: [] for side in sides}
     limits, fractions, unseeded = [], [], []
-    for seed in range(ROUNDS + 1):
+    for seed in range(WARM_UP + ROUNDS):
         costs = ours.call("step_costs", seed=1000 + seed, sizes=SIZES)["costs"]
         one = interleave(sides, 1, "generate", warm_up=0, seed=seed)
         plain = ours.call("generate", seed=seed, with_seeds=False)
-        if seed == 0:  # warms up
+        if seed < WARM_UP:
             continue
         unseeded.append(plain["tokens"] / plain["seconds"])
         for name, (result,) in one.items():

@@ -9,12 +9,13 @@ import statistics
 
 import numpy as np
 
-from benchmarks.harness import Report, Side
+from benchmarks.harness import Report, Side, sized
 from benchmarks.sides.dispatch_batch import BYTES_PER_TOKEN
 
-ROWS, LENGTH, TIMES = 64, 2048, [1, 4, 16, 64]
-WORKERS = [1, 2, 4, 8, 16, 32]
-WARM_UP, ROUNDS, REPEATS = 2, 7, 5
+LENGTH = 2048
+ROWS, TIMES = sized((64, [1, 4, 16, 64]), (2, [1, 4]))
+WORKERS = sized([1, 2, 4, 8, 16, 32], [1, 2, 4])
+WARM_UP, ROUNDS, REPEATS = sized((2, 7, 5), (0, 1, 1))
 
 
 def main() -> None:

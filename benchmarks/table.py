@@ -63,7 +63,8 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
 def where_and_when(result: dict[str, Any]) -> str:
     others = result["cores_used_by_others"]
     busy = f" Other processes used {others:g} cores meanwhile." if others >= 0.2 else ""
-    return f"{result['date']}, {result['machine']}.{busy}"
+    commit = f"commit {result['commit']}" if "commit" in result else "an older commit that was not recorded"
+    return f"{result['date']}, {commit}, {result['machine']}.{busy}"
 
 
 def wanted(target: dict[str, Any]) -> str:

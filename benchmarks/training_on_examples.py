@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Report, Side, interleave
+from benchmarks.harness import Report, Side, interleave, sized
 from benchmarks.sides import examples_world as world
 
-ROUNDS, WARM_UP = 4, 1
+ROUNDS, WARM_UP = sized((4, 1), (1, 0))
 NUM_STEPS = ROUNDS + WARM_UP
 LEARNING_RATE = 1e-4
 TOKENS_PER_PASS = 2048

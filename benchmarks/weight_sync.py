@@ -19,10 +19,10 @@ import statistics
 
 import numpy as np
 
-from benchmarks.harness import Report, Side, copy_rate
+from benchmarks.harness import Report, Side, copy_rate, sized
 from benchmarks.sides.weight_sync_processes import NUM_BYTES
 
-WARM_UP, ROUNDS = 3, 9  # two updates write into new memory
+WARM_UP, ROUNDS = sized((3, 9), (0, 1))  # two updates write into new memory
 WAYS = ("one broadcast", "broadcast per tensor", "gloo", "shared_memory")
 
 

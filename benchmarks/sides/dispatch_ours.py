@@ -105,4 +105,5 @@ def small_calls(workers: int, repeats: int) -> dict[str, Any]:
     }
 
 
-serve(begin, start, start_raw, dispatch, dispatch_ragged, resident, small_calls)
+if __name__ == "__main__":
+    serve(begin, start, start_raw, dispatch, dispatch_ragged, resident, small_calls)

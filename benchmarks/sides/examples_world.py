@@ -5,8 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import sized
+
 VOCABULARY, HIDDEN, LAYERS, INTERMEDIATE, LONGEST = 8192, 256, 4, 768, 1024
 ROWS_PER_STEP = {"sft": 32, "rm": 16, "dpo": 16}
+PROMPT_WORDS, ANSWER_WORDS = sized((64, 128), (8, 8))  # medians
 SPECIAL = ["<pad>", "<turn>", "<end>"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' <turn> ' if m.role == 'user' else ' <end>' }}{% endfor %}"
 
@@ -57,7 +60,7 @@ def write_rows(path: Path, kind: str, num_rows: int) -> None:
 
     with path.open("w") as file:
         for _ in range(num_rows):
-            row = {"prompt": said("user", 64, 0.7, LONGEST // 4)}
+            row = {"prompt": said("user", PROMPT_WORDS, 0.7, LONGEST // 4)}
             for answer in ("completion",) if kind == "sft" else ("chosen", "rejected"):
-                row[answer] = said("assistant", 128, 0.8, LONGEST - LONGEST // 4 - 2)
+                row[answer] = said("assistant", ANSWER_WORDS, 0.8, LONGEST - LONGEST // 4 - 2)
             file.write(json.dumps(row) + "\n")

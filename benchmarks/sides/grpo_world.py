@@ -7,11 +7,14 @@ from statistics import NormalDist
 
 import numpy as np
 
+from benchmarks.harness import sized
+
 END = "<end>"
-NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_LENGTH, LONGEST, VOCABULARY = 8, 8, 32, 128, 4096
+NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_LENGTH, VOCABULARY = 8, 8, 32, 4096
+LONGEST = sized(128, 16)
 NUM_SAMPLES = NUM_PROMPTS * SAMPLES_PER_PROMPT
 MAX_OVER_MEAN = 4
-STEPS_PER_LAW = 6
+STEPS_PER_LAW = sized(6, 2)
 COPY_LENGTH = 8
 
 

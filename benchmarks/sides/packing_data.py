@@ -2,7 +2,10 @@
 
 import numpy as np
 
-ROWS, PROMPT, LONGEST, VOCABULARY = 32, 16, 512, 512
+from benchmarks.harness import sized
+
+PROMPT, VOCABULARY = 16, 512
+ROWS, LONGEST = sized((32, 512), (4, 64))
 
 
 def columns() -> dict[str, np.ndarray]:

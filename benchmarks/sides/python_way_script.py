@@ -2,21 +2,19 @@
 
 import sys
 from copy import deepcopy
-from pathlib import Path
 
 import pyarrow.parquet as pq
 from torch.optim import AdamW
 from transformers import AutoTokenizer
 
 from benchmarks.python_way import KEYS
+from benchmarks.toy_world import FOLDER
 from verl_like.simple import Actor, Critic, DDPStrategy, NaiveStrategy, PPOTrainer
-
-ROOT = Path(__file__).parents[2]
 
 
 def main(folder: str, num_processes: int) -> None:
     strategy = NaiveStrategy() if num_processes == 1 else DDPStrategy(num_processes)
-    model = str(ROOT / ".toy_world/model")
+    model = str(FOLDER / "model")
     with strategy.model_init_context():
         actor, critic = Actor(pretrained=model), Critic()
         initial_model = deepcopy(actor)
@@ -31,7 +29,7 @@ def main(folder: str, num_processes: int) -> None:
         tokenizer=AutoTokenizer.from_pretrained(model),
         overrides=[*KEYS, f"trainer.default_local_dir={folder}"],
     )
-    trainer.fit(pq.read_table(ROOT / ".toy_world/train.parquet").to_pylist(), max_timesteps=1)
+    trainer.fit(pq.read_table(FOLDER / "train.parquet").to_pylist(), max_timesteps=1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 import numpy as np
 
-NUM_PROMPTS, PROMPT_LENGTH, LONGEST, MEAN_LENGTH = 64, 32, 318, 80
+from benchmarks.harness import sized
+
+PROMPT_LENGTH = 32
+NUM_PROMPTS, LONGEST, MEAN_LENGTH = sized((64, 318, 80), (8, 24, 8))
 VOCABULARY, FIRST_TOKEN = 2048, 2  # after <pad> and <eos>
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.serve import serve, stopwatch
-from benchmarks.sides.rollout_data import LONGEST, NUM_PROMPTS, PROMPT_LENGTH, VOCABULARY, lengths, prompts
+from benchmarks.sides.rollout_data import LONGEST, MEAN_LENGTH, NUM_PROMPTS, PROMPT_LENGTH, VOCABULARY, lengths, prompts
 from verl_like.protocol import DataProto
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
@@ -129,7 +129,7 @@ def step_costs(seed: int, sizes: list[int]) -> dict[str, Any]:
     for size in sizes:
         seconds: list[float] = []
         engine.llm.llm_engine.step = functools.partial(_timed, step, seconds)
-        _generate([80] * size, seed, greedy=False)
+        _generate([MEAN_LENGTH] * size, seed, greedy=False)
         costs[str(size)] = float(np.median(seconds[2:-1]))
     engine.llm.llm_engine.step = step
     return {"costs": costs}

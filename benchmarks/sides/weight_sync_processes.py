@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import sized
 from benchmarks.serve import serve, stopwatch
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.workers import weight_sync
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
-ROWS, COLUMNS = 1 << 18, 1024
+ROWS, COLUMNS = sized(1 << 18, 1 << 12), 1024
 NUM_BYTES = 2 * ROWS * COLUMNS  # bfloat16
 TIMEOUT_S = 120
 state: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from benchmarks.table import BEGIN, END, with_results
 
 RESULT = {
     "benchmark": "sorting",
+    "commit": "1a2b3c4",
     "title": "Sorting a million numbers",
     "date": "2026-01-02",
     "machine": "2 cores, slow",
@@ -49,13 +50,19 @@ def test_the_page_gets_the_targets_and_the_measurements_between_its_markers_and_
     page = with_results(f"before\n{BEGIN}\nold\n{END}\nafter\n", [RESULT])
     assert page.startswith(f"before\n{BEGIN}\n") and page.endswith(f"{END}\nafter\n") and "old" not in page
     assert "| sorting | theirs / ours | 4 | >= 5 | **no** |" in page
-    assert "Sorting a million numbers. 2026-01-02, 2 cores, slow." in page
+    assert "Sorting a million numbers. 2026-01-02, commit 1a2b3c4, 2 cores, slow." in page
     assert "|  | median (least to greatest) | unit | of limit |" in page
     assert "| ours | 2 (1 to 3) | ms |  |" in page
     assert "| theirs | 8 (8 to 9) | ms | 0.25 |" in page
     assert "| on a GPU | cuda only |  |  |" in page
     assert "- One thread each." in page
     assert with_results(page, [RESULT]) == page
+
+
+def test_a_result_without_a_commit_is_shown_as_older():
+    older = {name: value for name, value in RESULT.items() if name != "commit"}
+    page = with_results(f"{BEGIN}\n{END}\n", [older])
+    assert "2026-01-02, an older commit that was not recorded, 2 cores, slow." in page
 
 
 def test_a_page_without_markers_is_refused():

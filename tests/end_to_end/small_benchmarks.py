@@ -1,0 +1,39 @@
+"""Runs benchmarks at a size of seconds."""
+
+import json
+import os
+import subprocess
+import sys
+
+from benchmarks.harness import ROOT
+
+HELPERS = {"gpu_check", "harness", "serve", "table", "toy_world", "versions"}
+"""Files of benchmarks/ that `make bench` does not run: gpu_check and versions need a GPU and another checkout."""
+BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
+WITHOUT_A_SIDE_OF_OURS = {"algorithms_beside_verl"}
+"""Our functions and verl's run in one process of the peers' environment. It writes no result."""
+STARTING_RAY = {
+    "calls",
+    "detached",
+    "detached_toy",
+    "dispatch",
+    "grpo_reward_curve",
+    "grpo_step",
+    "overlap",
+    "python_way",
+    "resume",
+    "scaling",
+}
+
+
+def run_small(name: str, **variables: str) -> None:
+    """Runs a benchmark at its small size and checks that its result is there."""
+    result = ROOT / "build" / "benchmarks" / f"{name}.json"
+    result.unlink(missing_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCHMARK_SIZE": "small"} | variables
+    command = [sys.executable, "-m", f"benchmarks.{name}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    if name not in WITHOUT_A_SIDE_OF_OURS:
+        contents = json.loads(result.read_text())
+        assert contents["rows"] and contents["commit"] and contents["date"]
