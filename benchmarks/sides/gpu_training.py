@@ -83,6 +83,7 @@ def policy(
                 "optim": {"lr": lr},
                 "clip_ratio_low": 0.2,
                 "clip_ratio_high": 0.2,
+                "loss_agg_mode": "token-mean",
                 "fsdp_config": {"dtype": "bfloat16" if device == "cuda" else "float32", **(fsdp or {})},
             },
             "ref": {

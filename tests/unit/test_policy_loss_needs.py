@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
@@ -65,6 +65,13 @@ def rewrite(path, old, new):
     Path(path).write_text(Path(path).read_text().replace(old, new))
 
 
+def resize(folder, num_rows):
+    """Gives the model in the folder so many rows of embeddings."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(num_rows)
+    model.save_pretrained(folder)
+
+
 def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_rows_of_embeddings(tmp_path):
     student, teacher = write_model(tmp_path / "student"), write_model(tmp_path / "teacher")
     size = json.loads((tmp_path / "teacher/config.json").read_text())["vocab_size"]
@@ -74,13 +81,13 @@ def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_r
     tokenizer = load_tokenizer(policy_config(student).model)
     config = tmp_path / "teacher/config.json"
 
-    rewrite(config, f'"vocab_size": {size}', f'"vocab_size": {size + 8}')
+    resize(teacher, size + 8)
     check_teacher(distilling(student, teacher).teacher_model, tokenizer)
     check_models(load_ppo_config([*run, "critic.model.path=" + student]))
-    rewrite(config, f'"vocab_size": {size + 8}', f'"vocab_size": {size - 1}')
+    resize(teacher, size - 1)
     with pytest.raises(ValueError, match=r"policy_loss.teacher_path=.*is not that of the policy"):
         check_teacher(distilling(student, teacher).teacher_model, tokenizer)
-    rewrite(config, f'"vocab_size": {size - 1}', f'"vocab_size": {size}')
+    resize(teacher, size)
     rewrite(tmp_path / "teacher/tokenizer.json", '"<eos>"', '"<end>"')
     with pytest.raises(ValueError, match="is not that of the policy"):
         check_teacher(distilling(student, teacher).teacher_model, tokenizer)

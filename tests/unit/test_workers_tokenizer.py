@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
@@ -123,7 +122,8 @@ def test_a_model_type_whose_readers_rebuild_the_exported_tokenizer_is_refused(tm
     Qwen2Config(vocab_size=258).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"as an export of it reads it \(Qwen2Tokenizer\), is not that of"):
         check_tokenizer(load_tokenizer(config), config, ["123"], key="model")
-    save_file({}, tmp_path / "model.safetensors")
+    tiny = Qwen2Config(vocab_size=258, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    Qwen2ForCausalLM(tiny).save_pretrained(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a123"}')
     own = [f"data.train_files={tmp_path}/rows.jsonl", f"model.path={tmp_path}", "trainer.device=cpu"]
     settings = load_config(SFTConfig, broken_supervised_rules, [*own, "data.train_batch_size=1"])

@@ -277,8 +277,11 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _said(error: Exception) -> str:
-    """What an error of a library says, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """What an error of a library says, on one line. Its end is kept, which often says what to do."""
+    text = " ".join(str(error).split())
+    if len(text) > 600:
+        text = f"{text[:300]} ... {text[-300:]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _unreadable(file: str | None) -> str | None:
