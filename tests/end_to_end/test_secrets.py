@@ -51,8 +51,8 @@ def test_no_file_and_no_line_of_a_run_has_a_secret(tmp_path: Path, tiny_llama: C
         assert done.returncode == 1 and "ValueError: *** *** http://***@host/ ***" in output, output[-3000:]
         leaks = [secret for secret in (OF_KEY, OF_VARIABLE, OF_URL) if secret in output]
         leaks += [path for secret in (OF_KEY, OF_VARIABLE, OF_URL) for path in files_with(tmp_path / "runs", secret)]
-        logs = list(Path(session).rglob("logs"))
-        leaks += [path for secret in (OF_KEY, OF_VARIABLE, OF_URL) for log in logs for path in files_with(log, secret)]
+        assert list(Path(session).rglob("session_*/logs/*.out"))
+        leaks += [path for secret in (OF_KEY, OF_VARIABLE, OF_URL) for path in files_with(Path(session), secret)]
     assert not leaks
     (run_dir,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     assert (run_dir / "global_step_1/manifest.json").exists() and list(run_dir.glob("tensorboard/*"))
