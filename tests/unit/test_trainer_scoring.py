@@ -10,7 +10,14 @@ from transformers import AutoTokenizer
 from verl_like.protocol import DataProto, metric_values
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller import CallEvent
-from verl_like.trainer.scoring import PendingScores, RuleScorer, _merged
+from verl_like.trainer.scoring import (
+    PendingScores,
+    RuleScorer,
+    _merged,
+    groups_differ,
+    reward_means,
+    scores_by_reward,
+)
 from verl_like.workers.rollout import FinishedSample
 
 # Says what it was called with; "x" has no score, "y" fails.
@@ -87,6 +94,20 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
         "reward/early_ratio": 2 / 4, "reward/num_skipped": 1, "reward/num_errors": 0, "reward/num_timeouts": 0,
     }  # fmt: skip
     assert {event.role for event in events} == {"rules"} and all(event.started < event.finished for event in events)
+
+
+def test_a_number_of_other_data_sources_is_missing_in_a_batch_and_ends_no_run(scorer: RuleScorer):
+    columns = {"raw_prompt": [{"role": "user", "content": "1+1"}], "extra_info": {"index": 7}}
+    truth = {"style": "rule", "ground_truth": "31"}
+    row = {"index": 0, "data_source": "from a", "reward_model": truth, **columns}
+    assert scorer.check([row]) == ["length"]
+    batch = generated(scorer, ["x", "5", "x"])  # the rules skip both of theirs
+    batch = batch.union(PendingScores(scorer, prompts(), num_samples=1).complete(batch).get())
+    assert np.isnan(batch.non_tensor_batch["reward_extra/length"]).tolist() == [True] * 3
+    batch.non_tensor_batch["uid"] = np.array(["a", "a", "a"], dtype=object)
+    assert groups_differ(batch, "length").tolist() == [False] * 3
+    assert scores_by_reward(batch, {})["length"].isnan().any(-1).all()
+    assert reward_means(batch, {}) == {}
 
 
 def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer: RuleScorer):

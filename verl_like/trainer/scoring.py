@@ -72,13 +72,15 @@ class ModelScores:
 
 def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
     """The mean over the samples that were scored: of each reward before its weight, where there are several, and of
-    each number that the reward function returned beside the score."""
+    each number that the reward function returned beside the score of any of them."""
     names = reward_columns if len(reward_columns) > 1 else ()
     is_scored_B = batch.batch["response_mask"].any(-1)
     values = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
     for name, numbers in extra_numbers(batch).items():
         values[name] = torch.from_numpy(numbers)[is_scored_B & ~torch.from_numpy(numbers).isnan()]
-    return {f"reward/{name}/mean": Metric.mean(float(of.mean()), weight=len(of)) for name, of in values.items()}
+    return {
+        f"reward/{name}/mean": Metric.mean(float(of.mean()), weight=len(of)) for name, of in values.items() if len(of)
+    }
 
 
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
@@ -151,6 +153,8 @@ class RuleScorer:
     on_call: Callable[[CallEvent], None] | None = None
     """Gets the calls of the reward processes, as of a worker group `rules` on the pool `driver`."""
     _number_of_process: dict[int, int] = field(default_factory=dict)
+    _numbers: set[str] = field(default_factory=set)
+    """The names of all numbers that `check` saw beside scores."""
 
     def check(self, dataset: PromptDataset) -> list[str]:
         """Scores the ground truth of the first row of each data source before a run, as `RewardManager.check` does.
@@ -165,7 +169,17 @@ class RuleScorer:
                 info, prompt = row["extra_info"], row["raw_prompt"]
                 first[source] = RewardSample(f"row {row['index']}", source, str(truth), truth, info, prompt)
         extra = self.manager.check(list(first.values()))
-        return [name for name, values in extra.items() if values.dtype != object]
+        names = [name for name, values in extra.items() if values.dtype != object]
+        self._numbers.update(names)
+        return names
+
+    def with_all_numbers(self, extra: Mapping[str, np.ndarray], num_samples: int) -> dict[str, np.ndarray]:
+        """What the function returned for some samples, with a column of NaN for each number that all of them lack.
+
+        A number may be of one data source alone, and the others make a batch by chance.
+        """
+        missing = sorted(self._numbers - extra.keys())
+        return {**extra, **{name: np.full(num_samples, np.nan) for name in missing}}
 
     def report(self, ran: list[tuple[int, float, float]]) -> None:
         """Gives `on_call` the times in which each process scored, from (process id, start, end) of each sample."""
@@ -236,9 +250,10 @@ class PendingScores:
         result = self.pending.get()
         self.scorer.report(result.ran)
         scores_B = self._for_all_rows(result.scores, 0.0)  # of one that was skipped it is 0, too
+        all_extra = self.scorer.with_all_numbers(result.extra, len(result.scores))
         extra = {
             f"{EXTRA_PREFIX}{name}": self._for_all_rows(values, None if values.dtype == object else np.nan)
-            for name, values in result.extra.items()
+            for name, values in all_extra.items()
         }
         metrics = {
             "reward/early_ratio": Metric.mean(self.num_early / max(1, len(result.scores)), weight=len(result.scores)),
