@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from verl_like.trainer.config import ConfigError, load_ppo_config, to_yaml
+from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
 
 REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
 
@@ -192,8 +194,29 @@ def test_an_override_that_cannot_be_read_says_how_to_write_it(override: str):
     assert refusal(override).startswith(f"{override}: expected key=value")
 
 
-def test_an_interpolation_to_nowhere_is_refused():
-    assert "nowhere" in refusal("data.train_batch_size=${nowhere}")
+def test_an_interpolation_to_nowhere_is_refused_in_one_line_with_the_key():
+    message = refusal("data.train_batch_size=${nowhere}")
+    assert message == "data.train_batch_size: Interpolation key 'nowhere' not found"
+    variable = refusal("custom_reward_function.reward_kwargs.judge=${oc.env:NO_SUCH_JUDGE}")
+    assert variable.startswith("custom_reward_function.reward_kwargs.judge: ") and "\n" not in variable
+    assert "'NO_SUCH_JUDGE' not found" in variable
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_a_preset_of_ppo_is_no_key_of_a_trainer_that_has_none(plus: str):
+    def message(override: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_config(SFTConfig, broken_supervised_rules, ["data.train_files=a", "model.path=b", override])
+        return str(error.value)
+
+    assert message(f"{plus}device=cpu") == f"{plus}device=cpu: there is no such key; did you mean trainer.device?"
+    assert message(f"{plus}placement=split").startswith(f"{plus}placement=split: there is no such key")
+
+
+def test_a_preset_that_a_users_yaml_misspells_is_answered_with_those_that_there_are(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(USER_YAML.replace("placement: split", "placement: half"))
+    message = refusal(config_name="mine", config_dir=str(tmp_path))
+    assert "'placement/half'" in message and message.endswith("split")
 
 
 def test_one_file_and_several_files_are_both_lists():

@@ -225,6 +225,8 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
         raise ConfigError(f"{line}: expected one of {', '.join(options)}")
     if key in presets:
         return line.lstrip("+")
+    if options and (Path(__file__).parent / key).is_dir():  # a preset of other trainers
+        raise ConfigError(f"{line}: there is no such key{_suggestion(schema, key, ())}")
     annotations = {path: model.model_fields[name].annotation for path, model, name in leaves(schema)}
     takes_text = str in (annotations.get(key), *get_args(annotations.get(key)))
     if takes_text and "_" in value and isinstance(override.value(), int | float):
@@ -307,8 +309,12 @@ def _config_error(error: Exception) -> ConfigError:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigError):
         cause = cause.__cause__ or cause.__context__
-    # A resolver of the presets raised it, and OmegaConf wrapped it in its own words.
-    return cause or ConfigError(str(error))
+    if cause is not None:  # a resolver of the presets raised it, and OmegaConf wrapped it in its own words
+        return cause
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}")
+    # Hydra adds where it looked, and most of these places are the package's own.
+    return ConfigError(str(error).partition("\nConfig search path:")[0].strip())
 
 
 def _raise_if_any(problems: Iterable[str]) -> None:
