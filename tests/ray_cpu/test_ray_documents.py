@@ -11,11 +11,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
-    "name", ["dispatch.md", pytest.param("placement.md", marks=[pytest.mark.ray, pytest.mark.proof])]
+    "name", ["dispatch.md", "extending.md", pytest.param("placement.md", marks=[pytest.mark.ray, pytest.mark.proof])]
 )
 def test_the_example_prints_what_the_document_says(name, tmp_path):
     program, expected = re.search(
-        r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", (DOCS / name).read_text(), re.S
+        r"```python\n((?:(?!```).)*)```\n\nprints\n\n```\n(.*?)```", (DOCS / name).read_text(), re.S
     ).groups()
     path = tmp_path / "example.py"
     path.write_text(program)
