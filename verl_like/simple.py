@@ -35,6 +35,7 @@ from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.packed_models import head_name
 
 TEXT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -71,6 +72,8 @@ class Model(nn.Module):
                 f"{type(self).__name__}() names no model, and no actor was made before it: give pretrained=<folder or "
                 "hub name>, or config=<a configuration of transformers>"
             )
+        if isinstance(source, str) and not Path(source).is_dir():
+            require_hub_model(source, f"{type(self).__name__}(pretrained={source!r})")
         made = AutoConfig.from_pretrained(source) if isinstance(source, str) else deepcopy(source)
         if self.auto_class is AutoModelForCausalLM:
             Model.source = source

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import constants
 from tiny_worker_models import write_model
 
+from verl_like.simple import Actor
 from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models import hub
 from verl_like.workers.models.packed_models import PolicyModel
@@ -121,3 +122,9 @@ def test_a_model_of_the_cache_needs_no_hub(online: Callable, model: Path, tmp_pa
     hub.require_hub_model("someone/cached", "the model")
     with pytest.raises(ValueError, match="the model: neither a folder"):
         hub.require_hub_model("someone/other", "the model")
+
+
+def test_a_model_of_a_script_that_the_hub_does_not_give_is_named(online: Callable):
+    online("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"^Actor\(pretrained='someone/nothing-like-this'\): neither a folder"):
+        Actor(pretrained="someone/nothing-like-this")
