@@ -1,6 +1,7 @@
 """The sides of a detached run read what the run began with, also when a maker is started again, or end the run."""
 
 import contextlib
+import inspect
 import json
 import signal
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from verl_like.simple import LocalTrainer
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer import checkpoint, ppo_trainer
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached import detached_trainer
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
@@ -65,11 +65,13 @@ def test_a_trainer_that_reads_another_file_than_the_run_began_with_is_refused(
     def start_here(config: DetachedConfig, mapping: dict, *_: Any) -> tuple[dict, list]:
         return {role: LocalWorkerGroup(built, role=role) for role, built in mapping.items()}, []
 
-    monkeypatch.setattr(detached_trainer, "start_groups", start_here)
     config = config_with_texts(tmp_path, tiny_llama)
     config = config.updated({"trainer.total_training_steps": 2})
-    place = {"index": 0, "env_info": {"world_size": 1}}
+    place = {"index": 0, "env_info": {"world_size": 1}, "pools": "none, since its groups start here"}
     trainer = side_of(DetachedPPOTrainer, config.of_trainer("trainer_0"), **place)
+    # Ray may have made the class again, whose functions then have a module's names of their own.
+    names = inspect.unwrap(type(trainer).start).__globals__
+    monkeypatch.setitem(names, "start_groups", start_here)
     trainer.start()
     with open(tmp_path / "texts.jsonl", "a") as file:
         file.write('\n{"text": "more"}')

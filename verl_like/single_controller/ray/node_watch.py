@@ -127,16 +127,18 @@ class NodeWatch:
         else:
             ray.wait([self.agent(node).kill.remote(pids)], timeout=_ANSWER_S)
 
-    def shortage(self, node: str) -> Shortage | None:
-        """Tells, after a process of the node has died, whether the kernel has killed one there for want of memory.
+    def shortage(self, node: str, pid: int) -> Shortage | None:
+        """Tells, after the process `pid` of the node has died, whether the kernel killed one there for want of memory.
 
-        The table is of the last look, in which the process may still have been there.
+        The table is of the last look if the process was there then, and else of now.
         """
         look = self.look({node: []}).get(node) if node in self.num_oom_kills else None
         if look is None or look.num_oom_kills == self.num_oom_kills[node]:
             return None
         self.num_oom_kills[node] = look.num_oom_kills
-        return Shortage("host", self.memory.get(node, look.memory))
+        last_memory = self.memory.get(node, "")
+        was_there = f"pid {pid} " in last_memory
+        return Shortage("host", last_memory if was_there else look.memory)
 
 
 def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shortage]:

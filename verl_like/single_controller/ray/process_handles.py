@@ -177,7 +177,7 @@ class ProcessHandles:
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
         reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
-        shortage = self.watch.shortage(info.node_id)
+        shortage = self.watch.shortage(info.node_id, info.pid)
         if shortage:
             reason = f"The kernel's OOM killer has ended a process of the node meanwhile. {reason}"
         return reason, shortage
