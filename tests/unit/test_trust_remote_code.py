@@ -1,6 +1,8 @@
 """Code that comes with a model runs only where it is trusted."""
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,17 @@ class OwnConfig(PretrainedConfig):
 """
 
 
-def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives transformers a folder of its own for the code of models, which later tests do not find."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path: Path, own_modules: None):
     model = tmp_path / "model"
     model.mkdir()
     (model / "own_config.py").write_text(CODE)

@@ -1,12 +1,14 @@
 """What is handed around as a value cannot be changed by who gets it, and what CUDA is asked for, without a GPU."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from verl_like.protocol import DataProto, metric_values
+from verl_like.single_controller.network import open_store
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.learner import Update
@@ -34,12 +36,17 @@ def test_a_value_is_not_written_into(value: object):
 
 
 def test_a_rank_takes_the_only_gpu_it_sees_and_talks_by_nccl(monkeypatch: pytest.MonkeyPatch):
-    calls: list[object] = []
+    calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **arguments: calls.append((backend, arguments)))
+    store_of_rank_0 = open_store("127.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store_of_rank_0.port))
     mesh.init_process_group("cuda", rank=1, world_size=2)
-    expected = {"rank": 1, "world_size": 2, "timeout": mesh.COLLECTIVE_DEADLINE}
-    assert calls == [0, ("cpu:gloo,cuda:nccl", expected)]
+    device, (backend, arguments) = calls
+    assert device == 0 and backend == "cpu:gloo,cuda:nccl"
+    assert arguments.pop("store").port == store_of_rank_0.port
+    assert arguments == {"rank": 1, "world_size": 2, "timeout": mesh.COLLECTIVE_DEADLINE}
 
 
 def test_memory_of_a_gpu_is_the_most_that_was_allocated(monkeypatch: pytest.MonkeyPatch):
