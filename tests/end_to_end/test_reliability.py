@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 from faults import DETACHED, FAULTS, NUM_STEPS, PLACEMENT, RUN, SYNCHRONOUS, Fault, Run
@@ -218,7 +220,7 @@ def test_a_run_is_not_continued_on_other_data(mode: str, killed: Callable[[str],
     step = run.whole_checkpoint().step
     (data,) = [Path(each.partition("=")[2]) for each in run.settings if each.startswith("data.train_files=")]
     before = data.read_bytes()
-    data.write_bytes(before + b" ")
+    pq.write_table(pa.Table.from_pylist(pq.read_table(data).to_pylist()[::-1]), data)
     started = time.monotonic()
     code = continue_run(run)
     data.write_bytes(before)
