@@ -1,6 +1,7 @@
 """Rules of the charter that a look at the syntax tree can enforce."""
 
 import ast
+from collections import Counter
 
 from source_tree import PACKAGE, ROOT, parse, python_files, relative
 
@@ -77,3 +78,9 @@ def test_placement_words_stay_out_of_workers_and_algorithms():
 def test_every_module_says_what_it_is_for():
     silent = [relative(p) for p in python_files() if p.name != "__init__.py" and not ast.get_docstring(parse(p))]
     assert not silent
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    """pytest imports test files by their names alone, so that two of one name cannot be collected together."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, files in names.items() if files > 1]
