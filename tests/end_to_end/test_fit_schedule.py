@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from runs import metrics_of
 from test_local_step import local_trainer, run_locally
+from test_resume import numbers_of
 
 VALIDATED = "val-core/exact_match/acc/mean@1"
 GRPO = "algorithm.adv_estimator=grpo"
+EVERY_STEP = [GRPO, "trainer.val_before_train=false", "trainer.test_freq=1"]
 
 
 def saved(folder: Path) -> list[str]:
@@ -85,3 +87,79 @@ def test_a_run_that_sigterm_ends_leaves_its_models_wherever_in_the_step_it_comes
         with pytest.raises(KeyboardInterrupt):
             trainer.fit()
     assert saved(tmp_path) == ["global_step_2/actor/checkpoint", "global_step_2/actor/huggingface"]
+
+
+class EndsHere(Exception):
+    """What ends a run in a test, as the death of a worker does."""
+
+
+def run_that_ends_in_validation(folder: Path, tiny_llama: Callable, step: int, *settings: str) -> None:
+    """Two steps, of which the validation of one raises an error."""
+    with local_trainer(folder, tiny_llama, *EVERY_STEP, *settings) as trainer:
+        validate = trainer.validate
+
+        def validate_or_end() -> dict[str, float]:
+            if trainer.global_step == step:
+                raise EndsHere
+            return validate()
+
+        trainer.validate = validate_or_end
+        with pytest.raises(EndsHere):
+            trainer.fit()
+
+
+def test_a_run_that_ends_in_its_last_validation_has_its_models_and_goes_on_with_that_validation(
+    tmp_path: Path, tiny_llama: Callable
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_locally(whole, tiny_llama, *EVERY_STEP)
+    run_that_ends_in_validation(parts, tiny_llama, 2)
+    assert saved(parts) == ["global_step_2/actor/checkpoint", "global_step_2/actor/huggingface"]
+    assert [row["step"] for row in metrics_of(parts)] == [1]
+    run_locally(parts, tiny_llama, *EVERY_STEP)
+    assert len(list((parts / "runs").glob("2*"))) == 1
+    assert numbers_of(parts) == numbers_of(whole) and VALIDATED in numbers_of(parts)[1]
+    assert metrics_of(parts)[1]["timing_s/update_actor"] > 0
+    run_locally(parts, tiny_llama, *EVERY_STEP)
+    assert len(list((parts / "runs").glob("2*"))) == 2, "a run that has its last validation is complete"
+
+
+def test_a_run_that_ended_in_its_last_validation_goes_on_with_more_steps(tmp_path: Path, tiny_llama: Callable):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_locally(whole, tiny_llama, *EVERY_STEP, steps=3)
+    run_that_ends_in_validation(parts, tiny_llama, 2)
+    run_locally(parts, tiny_llama, *EVERY_STEP, steps=3)
+    assert [row["step"] for row in metrics_of(parts)] == [1, 2, 3]
+    assert numbers_of(parts) == numbers_of(whole)
+
+
+def test_sigterm_in_the_last_validation_ends_the_run_at_once_with_all_its_steps(tmp_path: Path, tiny_llama: Callable):
+    with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
+        validate = trainer.validate
+
+        def terminate_and_validate() -> dict[str, float]:
+            if trainer.global_step == 2:
+                trainer.recorder.terminate(signal.SIGTERM, None)
+                pytest.fail("the run goes on")
+            return validate()
+
+        trainer.validate = terminate_and_validate
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    assert saved(tmp_path) == ["global_step_2/actor/checkpoint", "global_step_2/actor/huggingface"]
+
+
+def test_sigterm_in_the_last_step_leaves_its_validation_to_the_run_that_goes_on(tmp_path: Path, tiny_llama: Callable):
+    with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
+        save = trainer.save
+
+        def terminate_and_save() -> Path:
+            trainer.recorder.terminate(signal.SIGTERM, None)
+            return save()
+
+        trainer.save = terminate_and_save
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1]
+    run_locally(tmp_path, tiny_llama, *EVERY_STEP)
+    assert [VALIDATED in row for row in metrics_of(tmp_path)] == [True, True]

@@ -23,7 +23,7 @@ from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.config.compose import default_tree
 from verl_like.trainer.config.run_config import RunConfig
-from verl_like.trainer.run_state import RecordState
+from verl_like.trainer.run_state import LAST_ROW, RecordState
 
 FINGERPRINTS = "inputs.json"
 """File of a run's folder with what `fingerprints_of` returned when it began."""
@@ -79,7 +79,7 @@ def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -
         why_not = advice = ""
         if not checkpoint.steps(run_dir):
             why_not, advice = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})", "name a run that saved one"
-        elif whole and whole.step >= (steps := config.num_steps_of_run):
+        elif whole and whole.step >= (steps := config.num_steps_of_run) and not whole.state.get(LAST_ROW):
             why_not, advice = f"already has {whole.step} of {steps} steps", "raise trainer.total_training_steps"
         elif differing := differing_keys(config, run_dir):
             why_not, advice = f"has {'; '.join(differing)}", "give what changes numbers as it was"

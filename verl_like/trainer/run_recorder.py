@@ -83,7 +83,10 @@ class RunRecorder:
         self.has_best_metric = False
         """Whether a validation reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
+        self.metrics: dict[str, float] = {}
+        """Of the present step, without its times."""
         self.seconds: dict[str, float] = {}
+        self.step_started = 0.0
         self.saves_when_ended = False
         """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
         self.is_ending = False
@@ -112,17 +115,30 @@ class RunRecorder:
         self.timeline.is_validating = False
 
     @contextlib.contextmanager
-    def step(self, step: int, total_steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
-        """Times a step; metrics given to the yielded function are written when the step is complete."""
+    def step(
+        self, step: int, total_steps: int, row: dict[str, float] | None = None
+    ) -> Iterator[Callable[[dict[str, float]], None]]:
+        """Times a step; metrics given to the yielded function are written when the step is complete.
+
+        `row` is what `row_so_far` was, where a run goes on within a step.
+        """
         if not self.timeline.step:
             self.console.start_training(total_steps)
         self.timeline.start_step(step)
         self.seconds = {}
-        metrics: dict[str, float] = {"training/global_step": step}
-        with self.timer("step"):
-            yield metrics.update
-        seconds = self.timeline.phase_seconds() | self.seconds
-        metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
+        self.step_started = time.time()
+        self.metrics = dict(row) if row else {"training/global_step": step}
+        yield self.metrics.update
+        metrics = self.metrics if row else self.row_so_far()
+        self.tracking.log(metrics, step)
+        self.console.show_step(step, total_steps, metrics)
+        if self.is_ending:
+            self.console.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
+
+    def row_so_far(self) -> dict[str, float]:
+        """The metrics of the present step with its times until now."""
+        seconds = self.timeline.phase_seconds() | self.seconds | {"step": time.time() - self.step_started}
+        metrics = self.metrics | {f"timing_s/{phase}": value for phase, value in seconds.items()}
         metrics["perf/time_per_step"] = seconds["step"]
         training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
         if "perf/total_num_tokens" in metrics:
@@ -130,10 +146,7 @@ class RunRecorder:
             metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.config.num_processes_of_run
         if critical_path_seconds := self.timeline.critical_path_seconds():
             metrics["perf/overlap"] = critical_path_seconds / training_seconds
-        self.tracking.log(metrics, step)
-        self.console.show_step(step, total_steps, metrics)
-        if self.is_ending:
-            self.console.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
+        return metrics
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """A validation by itself, such as that before the first step, of which there is no checkpoint."""
@@ -198,6 +211,7 @@ class RunRecorder:
         """Adds to a complete checkpoint what was recorded since then, and changes in its state. Raises OSError."""
         saved = read(folder_of_step(self.run_dir, step), hashes=False)
         renew(saved, saved.state | changes | self._state_of_record())
+        self._remove_old_checkpoints(self.best)
 
     def _state_of_record(self) -> dict[str, Any]:
         """What a run that goes on has to know of the record so far, which is on the disk then."""
@@ -217,7 +231,10 @@ class RunRecorder:
             return
         pending, self.pending = self.pending, None
         commit(pending.partial, pending.step, pending.state, files)
-        best = pending.state["best"]
+        self._remove_old_checkpoints(pending.state["best"])
+
+    def _remove_old_checkpoints(self, best: dict[str, Any]) -> None:
+        """Removes the oldest that are too many, but not the best one."""
         keep(self.run_dir, self.config.trainer.max_ckpt_to_keep, [best["step"]] if best else [])
 
     def close(self, outcome: str) -> None:

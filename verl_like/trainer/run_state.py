@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0)]
 
+LAST_ROW = "last_row"
+"""In the state of a synchronous run's last step: its metrics, as long as its validation is to come."""
+
 
 class StateModel(BaseModel):
     """Base of these blocks: values keep their type, and unknown keys are refused."""
@@ -54,6 +57,7 @@ class LoopState(RecordState):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     global_step: Count
+    last_row: dict[str, float] | None = None
 
 
 class PPOState(LoopState):

@@ -8,6 +8,7 @@ from typing import Any
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.checkpoint import begin, save_models, save_training
 from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run_state import LAST_ROW
 
 
 class TrainingLoop(abc.ABC):
@@ -32,37 +33,76 @@ class TrainingLoop(abc.ABC):
 
     def fit(self) -> None:
         """Trains for the configured number of steps, validating before and every `test_freq`, and saves the end."""
-        trainer, recorder, total_steps = self.config.trainer, self.recorder, self.config.num_steps_of_run
-        if self.val_dataset and trainer.val_before_train and not recorder.resumed:
-            with recorder.validation():
-                metrics = self.validate()
-            recorder.log_validation(metrics)
+        recorder, total_steps = self.recorder, self.config.num_steps_of_run
+        if self.val_dataset and self.config.trainer.val_before_train and not recorder.resumed:
+            recorder.log_validation(self.timed_validation())
+        if recorder.resumed and (row := recorder.resumed.checkpoint.state.get(LAST_ROW)):
+            with recorder.step(self.global_step, total_steps, row) as log:
+                log(self.last_validation())
+            recorder.renew_checkpoint(self.global_step, {LAST_ROW: None})
         recorder.saves_when_ended = True
         while self.global_step < total_steps:
             self.global_step += 1
-            is_last = self.global_step == total_steps
-            with recorder.step(self.global_step, total_steps) as log:
-                log(self.next_step())
-                saves = is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0)
-                if self.val_dataset and self.validation_is_due(is_last):
-                    with recorder.validation():
-                        metrics = self.validate()
-                    log(metrics)
-                    saves |= recorder.is_best(self.global_step, metrics)
-                saves |= recorder.is_ending
-                if saves:
-                    with recorder.timer("save_checkpoint"):
-                        partial = self.save()
-                        if is_last or recorder.is_ending:
-                            save_models(self.trained, partial)
-            if recorder.is_ending and not saves:  # SIGTERM came after the step's end
-                saves, partial = True, self.save()
+            if self.global_step < total_steps:
+                self.one_step()
+            else:
+                self.last_step()
+
+    def one_step(self) -> None:
+        """A step before the last one. Ends the run that SIGTERM is to end, with the checkpoint of this step."""
+        trainer, recorder = self.config.trainer, self.recorder
+        with recorder.step(self.global_step, self.config.num_steps_of_run) as log:
+            log(self.next_step())
+            saves = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
+            if self.val_dataset and self.validation_is_due(is_last=False):
+                metrics = self.timed_validation()
+                log(metrics)
+                saves |= recorder.is_best(self.global_step, metrics)
+            saves |= recorder.is_ending
             if saves:
-                recorder.begin_checkpoint(partial, self.global_step, self.state(), self.trained)
-                if is_last or recorder.is_ending:
-                    recorder.commit_checkpoint(wait=True)
-                    if not is_last:
-                        raise KeyboardInterrupt
+                with recorder.timer("save_checkpoint"):
+                    partial = self.save()
+                    if recorder.is_ending:
+                        save_models(self.trained, partial)
+        if recorder.is_ending and not saves:  # SIGTERM came after the step's end
+            saves, partial = True, self.save()
+        if saves:
+            recorder.begin_checkpoint(partial, self.global_step, self.state(), self.trained)
+            if recorder.is_ending:
+                recorder.commit_checkpoint(wait=True)
+                raise KeyboardInterrupt
+
+    def last_step(self) -> None:
+        """Saves before it validates, so that whatever ends the run in the validation costs nothing but that."""
+        recorder = self.recorder
+        with recorder.step(self.global_step, self.config.num_steps_of_run) as log:
+            log(self.next_step())
+            with recorder.timer("save_checkpoint"):
+                partial = self.save()
+                save_models(self.trained, partial)
+            state = self.state() | {LAST_ROW: recorder.row_so_far()}
+            recorder.begin_checkpoint(partial, self.global_step, state, self.trained)
+            with recorder.timer("save_checkpoint"):
+                recorder.commit_checkpoint(wait=True)
+            log(self.last_validation())
+        recorder.renew_checkpoint(self.global_step, {LAST_ROW: None})
+
+    def timed_validation(self) -> dict[str, float]:
+        """`validate`, apart from the phases of the step."""
+        with self.recorder.validation():
+            return self.validate()
+
+    def last_validation(self) -> dict[str, float]:
+        """The metrics after the last step, if they are due. SIGTERM ends the run at once: its checkpoint is complete,
+        and the validation is done again when it goes on."""
+        if not (self.val_dataset and self.validation_is_due(is_last=True)):
+            return {}
+        self.recorder.saves_when_ended = False
+        if self.recorder.is_ending:
+            raise KeyboardInterrupt
+        metrics = self.timed_validation()
+        self.recorder.is_best(self.global_step, metrics)
+        return metrics
 
     def validation_is_due(self, is_last: bool) -> bool:
         """Whether this step is followed by a validation: every `test_freq`, and then the last one too."""
