@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -125,7 +126,10 @@ class Recorder:
         tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         parts = [self.coverage.get_data(), *(coverage.CoverageData(str(path)) for path in root.glob(".covered.*"))]
         for data in parts:
-            data.read()
+            try:
+                data.read()
+            except coverage.exceptions.DataError:  # of a process that was killed as it wrote for the first time
+                continue
             for path in data.measured_files():
                 for line, contexts in data.contexts_by_lineno(path).items():
                     of_line = tests[str(Path(path).relative_to(root))][line]
@@ -200,6 +204,8 @@ def fork(copy: Path, run: Callable[[], int]) -> int:
     code = 1
     try:
         code = run()
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)

@@ -29,7 +29,7 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.model_check import Trial, check_model
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
-from verl_like.workers.models.pretrained import fetch_weights, load_pretrained
+from verl_like.workers.models.pretrained import fetch_weights, load_pretrained, require_finite
 
 TINY = {
     "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -140,6 +140,16 @@ def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path: 
     load = {"key": "m", "device": "cpu", "weights": True}
     with pytest.raises(ValueError, match=rf"NaN or infinite: model.layers.1.mlp.up_proj.weight of {file}; give"):
         load_pretrained(AutoModelForCausalLM, model, ForwardFsdpConfig(dtype="float32"), **load)
+
+
+def test_a_buffer_of_a_models_files_that_is_nan_is_refused_and_one_that_is_infinite_is_not(tmp_path: Path):
+    layer = torch.nn.Linear(2, 2)
+    layer.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    require_finite(layer, ModelConfig(path=str(tmp_path)), key="m")
+    layer.mask[0] = float("nan")
+    save_file({"mask": layer.mask}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"NaN or infinite: mask of {tmp_path}/model.safetensors; give"):
+        require_finite(layer, ModelConfig(path=str(tmp_path)), key="m")
 
 
 @pytest.mark.parametrize("shard", ["1MB", "20KB"])

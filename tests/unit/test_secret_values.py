@@ -144,6 +144,23 @@ def test_what_a_reward_function_raises_is_redacted(tmp_path: Path, monkeypatch: 
     manager.close()
 
 
+def test_a_long_error_of_a_reward_function_is_cut_after_its_secrets_are_masked(tmp_path: Path):
+    (tmp_path / "tells.py").write_text(
+        "def compute_score(api_key, **arguments):\n"
+        "    raise ValueError('a' * 1970 + api_key + 'b' * 50_000 + api_key + 'c' * 1800 + ' the end')\n"
+    )
+    key = "canary of the key " * 3
+    config = load_ppo_config([*NEEDED, f"{KWARGS}.api_key={key!r}"])
+    spec = RewardFunctionSpec(str(tmp_path / "tells.py"), reward_kwargs={"api_key": key})
+    manager = RewardManager(spec, num_workers=1, redacted=config.redaction())
+    with pytest.raises(RewardError, match="ValueError: a+") as error:
+        manager.submit([RewardSample("row 1", "a", "b", "c")]).get()
+    said = str(error.value)
+    assert " ... " in said and "the end" in said and len(said) < 5_000
+    assert not any(word in said for word in ("canary", "of the", "the key"))
+    manager.close()
+
+
 def test_the_token_of_ray_that_we_make_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)

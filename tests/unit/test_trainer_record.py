@@ -346,6 +346,16 @@ def test_a_run_whose_names_are_not_text_ends_with_its_report_and_summary(tmp_pat
     assert "val-core/$\\frac{$ [/bold]" in drawn
 
 
+def test_a_generation_that_has_a_secret_of_the_run_is_shown_and_kept_without_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "canary of the environment")
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    text = "canary of the environment " * 20
+    recorder.show_generations(1, 1, lambda row: {"response": text}, num_shown=1)
+    recorder.close("Done.")
+    assert recorder.generations[0]["response"].startswith("*** *** ")
+    assert "canary" not in capsys.readouterr().out + (recorder.run_dir / "report.html").read_text()
+
+
 def test_a_damaged_row_of_metrics_costs_that_row_alone(tmp_path):
     recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
     recorder.tracking.log({"reward": 0.5}, 1)

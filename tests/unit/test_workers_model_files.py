@@ -124,6 +124,13 @@ def test_a_model_of_the_cache_needs_no_hub(online: Callable, model: Path, tmp_pa
         hub.require_hub_model("someone/other", "the model")
 
 
+def test_a_tokenizer_that_the_hub_does_not_give_is_refused_without_a_wait(online: Callable, model: Path):
+    online("http://127.0.0.1:1")
+    config = PolicyModelConfig(path=str(model), tokenizer_path="someone/nothing-like-this")
+    with pytest.raises(ValueError, match=r"model.tokenizer_path=someone/nothing-like-this: neither a folder"):
+        load_tokenizer(config)
+
+
 def test_a_model_of_a_script_that_the_hub_does_not_give_is_named(online: Callable):
     online("http://127.0.0.1:1")
     with pytest.raises(ValueError, match=r"^Actor\(pretrained='someone/nothing-like-this'\): neither a folder"):

@@ -15,11 +15,13 @@ import psutil
 
 from verl_like.rewards.loader import RewardFunctionSpec
 from verl_like.rewards.process import START_S, ProcessDied, RewardProcess
+from verl_like.rewards.scoring_server import clipped
 
 logger = logging.getLogger(__name__)
 
 _RESTART_S = 5.0  # what replacing a process takes on average beside loading the function
 _ATTEMPTS = 3
+_MAX_ERROR_CHARS = 4_000
 _IDLE_BYTES = 64 << 20  # what a process and its supervisor have resident before they load the function
 _POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (score it 0)"
 
@@ -185,7 +187,7 @@ class RewardManager:
         finally:
             self._free.put(process)
         pid, started, ended = answer.ran
-        error_text = failed + self.redacted(answer.error) if answer.error else ""
+        error_text = failed + clipped(self.redacted(answer.error), _MAX_ERROR_CHARS) if answer.error else ""
         return _Answer(answer.score, answer.extra, error_text, answer.timed_out, (int(pid), started, ended))
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:

@@ -21,7 +21,8 @@ from verl_like.rewards.supervisor import supervise
 MAX_ANSWER_BYTES = 1 << 20
 """A longer message of a reward process is refused unread; none that this module makes is."""
 _MAX_EXTRA_BYTES = 64 * 1024
-_MAX_ERROR_CHARS = 4_000
+_MAX_ERROR_CHARS = 16_000
+"""What the driver is given of an error's text. It shows less, so that no part of a secret is left where this is cut."""
 _STANDARD_ERROR = 2
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 _CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)  # only find and call the function
@@ -44,7 +45,7 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
         problem = str(error)
     except BaseException as error:
         problem = f"custom_reward_function.path={spec.path} fails on import: {type(error).__name__}: {error}"
-    connection.send_bytes(json.dumps({"load_error": problem and _clipped(problem)}).encode())
+    connection.send_bytes(json.dumps({"load_error": problem and clipped(problem, _MAX_ERROR_CHARS)}).encode())
     while problem is None:
         try:
             sample = connection.recv()
@@ -72,7 +73,7 @@ def _score(
         return _checked(result)
     except BaseException as error:  # custom code: even SystemExit is an error of this sample
         problem = f"{type(error).__name__}: {error}{_place(error, reward_fn)}"
-        return {"error": _clipped(problem), "timed_out": isinstance(error, TimeoutError)}
+        return {"error": clipped(problem, _MAX_ERROR_CHARS), "timed_out": isinstance(error, TimeoutError)}
 
 
 def _checked(result: Any) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _checked(result: Any) -> dict[str, Any]:
         return _bad_return(result, str(float(score)))
     for key, value in extra.items():
         if problem := _problem_of_extra(value) or _problem_of_extra(key):
-            return _bad_return(result, f"extra {_clipped(key, 100)!r} {problem}")
+            return _bad_return(result, f"extra {clipped(key, 100)!r} {problem}")
     if len(json.dumps(extra)) > _MAX_EXTRA_BYTES:
         return _bad_return(result, f"extra metrics of more than {_MAX_EXTRA_BYTES} bytes in JSON")
     return {"score": None if score is None else float(score), "extra": extra}
@@ -104,7 +105,7 @@ def _problem_of_extra(value: Any) -> str:
         text = json.dumps(value, allow_nan=isinstance(value, float), ensure_ascii=False)
         text.encode()  # half a surrogate pair cannot be written to any file
     except (TypeError, ValueError) as error:
-        return f"of type {type(value).__name__}, which is no JSON value ({_clipped(str(error), 200)})"
+        return f"of type {type(value).__name__}, which is no JSON value ({clipped(str(error), 200)})"
     return ""
 
 
@@ -113,7 +114,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def _clipped(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
+def clipped(text: str, max_chars: int) -> str:
     """A text that can be written to a file, with its middle left out where it is longer."""
     text = text.encode(errors="backslashreplace").decode()
     if len(text) <= max_chars:

@@ -188,7 +188,7 @@ class RunRecorder:
         first = self.num_validations * num_shown
         self.num_validations += 1
         chosen = [generation_of_row((first + k) % num_rows) for k in range(num_shown)]
-        rows = [{name: _shown(text) for name, text in row.items()} for row in chosen]
+        rows = [{name: _shown(self.redacted(text)) for name, text in row.items()} for row in chosen]
         if rows:
             self.generations = [*self.generations[:num_shown], *({"step": step} | row for row in rows)]
             self.console.show_table(f"Generations at step {step}", rows)

@@ -4,14 +4,15 @@ import queue
 import threading
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
 _ANSWER_S = 8.0
 
 
-def require_hub_model(name: str, setting: str) -> None:
+def require_hub_model(name: str, setting: str, file: str = "config.json") -> None:
     """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that it has it.
 
-    `setting` is the key and its value, for the message.
+    `setting` is the key and its value, for the message. `file` is what is asked for; a tokenizer's may be missing there.
     """
     if constants.HF_HUB_OFFLINE:
         return  # the loader then looks into the cache alone
@@ -19,9 +20,11 @@ def require_hub_model(name: str, setting: str) -> None:
 
     def ask() -> None:
         try:
-            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-                get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_ANSWER_S)
+            if not isinstance(try_to_load_from_cache(name, file), str):
+                get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWER_S)
             answer.put(None)
+        except RemoteEntryNotFoundError as error:  # the hub has the name
+            answer.put(error if file == "config.json" else None)
         except Exception as error:  # whatever it is, it is why there is no model
             answer.put(error)
 
