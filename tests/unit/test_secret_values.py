@@ -153,7 +153,7 @@ def test_a_long_error_of_a_reward_function_is_cut_after_its_secrets_are_masked(t
     config = load_ppo_config([*NEEDED, f"{KWARGS}.api_key={key!r}"])
     spec = RewardFunctionSpec(str(tmp_path / "tells.py"), reward_kwargs={"api_key": key})
     manager = RewardManager(spec, num_workers=1, redacted=config.redaction())
-    with pytest.raises(RewardError, match="ValueError: a+") as error:
+    with pytest.raises(RewardError, match=r"ValueError: a+") as error:
         manager.submit([RewardSample("row 1", "a", "b", "c")]).get()
     said = str(error.value)
     assert " ... " in said and "the end" in said and len(said) < 5_000
