@@ -12,7 +12,8 @@ _ANSWER_S = 8.0
 def require_hub_model(name: str, setting: str, file: str = "config.json") -> None:
     """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that it has it.
 
-    `setting` is the key and its value, for the message. `file` is what is asked for; that of a tokenizer may be missing.
+    `setting` is the key and its value, for the message. `file` is what is asked for. That of a tokenizer may be
+    missing.
     """
     if constants.HF_HUB_OFFLINE:
         return  # the loader then looks into the cache alone
