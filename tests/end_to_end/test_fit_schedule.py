@@ -11,6 +11,9 @@ import pytest
 from runs import metrics_of
 from test_local_step import local_trainer, run_locally
 from test_resume import numbers_of
+from test_resume_of_own_roles import COUNTING_JUDGE
+
+from verl_like.trainer.resume import find_run
 
 VALIDATED = "val-core/exact_match/acc/mean@1"
 GRPO = "algorithm.adv_estimator=grpo"
@@ -124,13 +127,56 @@ def test_a_run_that_ends_in_its_last_validation_has_its_models_and_goes_on_with_
     assert len(list((parts / "runs").glob("2*"))) == 2, "a run that has its last validation is complete"
 
 
-def test_a_run_that_ended_in_its_last_validation_goes_on_with_more_steps(tmp_path: Path, tiny_llama: Callable):
+@pytest.mark.parametrize("ends", [True, False], ids=["ended in its last validation", "complete"])
+def test_a_run_goes_on_with_more_steps_as_if_it_had_had_them_from_the_start(
+    ends: bool, tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "counting_judge.py").write_text(COUNTING_JUDGE)  # a role that a validation changes
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ["worker_classes.judge=counting_judge.Judge", "role_mapping.judge=global_pool"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_locally(whole, tiny_llama, *EVERY_STEP, steps=3)
-    run_that_ends_in_validation(parts, tiny_llama, 2)
-    run_locally(parts, tiny_llama, *EVERY_STEP, steps=3)
+    run_locally(whole, tiny_llama, *EVERY_STEP, *settings, steps=3)
+    if ends:
+        run_that_ends_in_validation(parts, tiny_llama, 2, *settings)
+    else:
+        run_locally(parts, tiny_llama, *EVERY_STEP, *settings)
+    run_locally(parts, tiny_llama, *EVERY_STEP, *settings, steps=3)
+    assert len(list((parts / "runs").glob("2*"))) == 1
     assert [row["step"] for row in metrics_of(parts)] == [1, 2, 3]
     assert numbers_of(parts) == numbers_of(whole)
+
+
+def test_a_run_that_lacks_its_last_validation_has_all_steps_of_one_with_fewer(tmp_path: Path, tiny_llama: Callable):
+    run_that_ends_in_validation(tmp_path, tiny_llama, 2)
+    run_locally(tmp_path, tiny_llama, *EVERY_STEP, steps=1)
+    assert len(list((tmp_path / "runs").glob("2*"))) == 2
+
+
+def test_sigterm_after_the_last_validation_changes_nothing(tmp_path: Path, tiny_llama: Callable):
+    with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
+        renew = trainer.recorder.renew_checkpoint
+
+        def terminate_and_renew(*arguments: Any) -> None:
+            trainer.recorder.terminate(signal.SIGTERM, None)
+            renew(*arguments)
+
+        trainer.recorder.renew_checkpoint = terminate_and_renew
+        trainer.fit()
+    assert find_run(trainer.config)[0] is None, "the run is complete"
+
+
+def test_a_model_that_is_taken_away_during_the_last_validation_is_no_error(tmp_path: Path, tiny_llama: Callable):
+    with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
+        validate = trainer.validate
+
+        def take_and_validate() -> dict[str, float]:
+            if trainer.global_step == 2:
+                (tmp_path / "runs/latest/global_step_2/actor/huggingface").rename(tmp_path / "mine")
+            return validate()
+
+        trainer.validate = take_and_validate
+        trainer.fit()
+    assert VALIDATED in metrics_of(tmp_path)[1]
 
 
 def test_sigterm_in_the_last_validation_ends_the_run_at_once_with_all_its_steps(tmp_path: Path, tiny_llama: Callable):

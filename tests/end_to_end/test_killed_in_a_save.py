@@ -107,7 +107,7 @@ def test_a_run_that_is_killed_at_any_operation_of_its_last_save_is_continued_or_
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "3")
     named = operations.index("os.rename global_step_3.partial") + 1
     # Then the row of the step is written, after which the manifest is without it: the run is complete.
-    complete = max(n for n, operation in enumerate(operations) if operation.startswith("os.replace")) + 1
+    complete = len(operations) - operations[::-1].index("os.rename manifest.json.partial")
     assert restored == ["2"] * named + ["3"] * (complete - named) + ["None"] * (len(restored) - complete)
     assert complete - named > 2, operations
     assert any("model.safetensors" in operation for operation in operations[:named]), operations

@@ -147,7 +147,7 @@ def test_what_a_reward_function_raises_is_redacted(tmp_path: Path, monkeypatch: 
 def test_a_long_error_of_a_reward_function_is_cut_after_its_secrets_are_masked(tmp_path: Path):
     (tmp_path / "tells.py").write_text(
         "def compute_score(api_key, **arguments):\n"
-        "    raise ValueError('a' * 1970 + api_key + 'b' * 50_000 + api_key + 'c' * 1800 + ' the end')\n"
+        "    raise ValueError('a' * 1970 + api_key * 500 + 'b' * 20_000 + api_key + 'c' * 1800 + ' the end')\n"
     )
     key = "canary of the key " * 3
     config = load_ppo_config([*NEEDED, f"{KWARGS}.api_key={key!r}"])
@@ -159,6 +159,31 @@ def test_a_long_error_of_a_reward_function_is_cut_after_its_secrets_are_masked(t
     assert " ... " in said and "the end" in said and len(said) < 5_000
     assert not any(word in said for word in ("canary", "of the", "the key"))
     manager.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["{'score': api_key * 9}", "{'score': 1.0, api_key * 9: object()}", "{'score': 1.0, 'judge': float('inf')}"],
+)
+def test_what_a_reward_function_returns_wrongly_is_shown_without_secrets(tmp_path: Path, answer: str):
+    (tmp_path / "tells.py").write_text(f"def compute_score(api_key, **arguments):\n    return {answer}\n")
+    key = "canary of the key " * 2
+    config = load_ppo_config([*NEEDED, f"{KWARGS}.api_key={key!r}"])
+    spec = RewardFunctionSpec(str(tmp_path / "tells.py"), reward_kwargs={"api_key": key})
+    manager = RewardManager(spec, num_workers=1, redacted=config.redaction())
+    with pytest.raises(RewardError, match="the function returned") as error:
+        manager.submit([RewardSample("row 1", "a", "b", "c")]).get()
+    assert not any(word in str(error.value) for word in ("canary", "of the key"))
+    manager.close()
+
+
+def test_a_reward_function_that_fails_in_its_import_is_shown_in_short_and_without_secrets(tmp_path: Path):
+    (tmp_path / "tells.py").write_text("raise ValueError('canary of the key' * 2000 + ' the end')\n")
+    spec = RewardFunctionSpec(str(tmp_path / "tells.py"))
+    redacted = load_ppo_config([*NEEDED, f"{KWARGS}.api_key=canary of the key"]).redaction()
+    with pytest.raises(ValueError, match="the end") as error:
+        RewardManager(spec, num_workers=1, redacted=redacted)
+    assert "canary" not in str(error.value) and len(str(error.value)) < 5_000
 
 
 def test_the_token_of_ray_that_we_make_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -131,6 +131,19 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_refused_without_a_wait(online
         load_tokenizer(config)
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_of_the_cache_needs_no_hub_whichever_files_it_has(online: Callable, tmp_path: Path, file: str):
+    online("http://127.0.0.1:1")
+    cached = tmp_path / "cache/models--someone--cached"
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    (cached / "snapshots/abc" / file).write_text("{}")
+    hub.require_hub_model("someone/cached", "the tokenizer", "tokenizer.json", "tokenizer_config.json")
+    with pytest.raises(ValueError, match="the model: neither a folder"):
+        hub.require_hub_model("someone/cached", "the model")
+
+
 def test_a_model_of_a_script_that_the_hub_does_not_give_is_named(online: Callable):
     online("http://127.0.0.1:1")
     with pytest.raises(ValueError, match=r"^Actor\(pretrained='someone/nothing-like-this'\): neither a folder"):

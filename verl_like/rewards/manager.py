@@ -123,6 +123,9 @@ class RewardManager:
                 f"custom_reward_function.path={reward_fn.path}: the worker process did not survive loading it "
                 f"({error}): load the file with python to see why"
             ) from error
+        except ValueError as error:
+            self.close()
+            raise ValueError(clipped(self.redacted(str(error)), _MAX_ERROR_CHARS)) from None
         except BaseException:
             self.close()
             raise

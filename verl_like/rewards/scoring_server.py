@@ -21,8 +21,9 @@ from verl_like.rewards.supervisor import supervise
 MAX_ANSWER_BYTES = 1 << 20
 """A longer message of a reward process is refused unread; none that this module makes is."""
 _MAX_EXTRA_BYTES = 64 * 1024
-_MAX_ERROR_CHARS = 16_000
-"""What the driver is given of an error's text. It shows less, so that no part of a secret is left where this is cut."""
+_MAX_ERROR_CHARS = 64_000
+"""What the driver is given of an error's text. It masks secrets and then shows far less, so that no part of a secret
+is left where this is cut."""
 _STANDARD_ERROR = 2
 _WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 _CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)  # only find and call the function
@@ -91,7 +92,7 @@ def _checked(result: Any) -> dict[str, Any]:
         return _bad_return(result, str(float(score)))
     for key, value in extra.items():
         if problem := _problem_of_extra(value) or _problem_of_extra(key):
-            return _bad_return(result, f"extra {clipped(key, 100)!r} {problem}")
+            return _bad_return(result, f"extra {key!r} {problem}")
     if len(json.dumps(extra)) > _MAX_EXTRA_BYTES:
         return _bad_return(result, f"extra metrics of more than {_MAX_EXTRA_BYTES} bytes in JSON")
     return {"score": None if score is None else float(score), "extra": extra}
@@ -105,7 +106,7 @@ def _problem_of_extra(value: Any) -> str:
         text = json.dumps(value, allow_nan=isinstance(value, float), ensure_ascii=False)
         text.encode()  # half a surrogate pair cannot be written to any file
     except (TypeError, ValueError) as error:
-        return f"of type {type(value).__name__}, which is no JSON value ({clipped(str(error), 200)})"
+        return f"of type {type(value).__name__}, which is no JSON value ({error})"
     return ""
 
 
@@ -123,7 +124,8 @@ def clipped(text: str, max_chars: int) -> str:
 
 
 def _bad_return(result: Any, found: str) -> dict[str, Any]:
-    return {"error": f"the function returned {found} ({repr(result)[:200]}), expected {_WHAT_IS_EXPECTED}"}
+    problem = f"the function returned {found} ({result!r}), expected {_WHAT_IS_EXPECTED}"
+    return {"error": clipped(problem, _MAX_ERROR_CHARS)}
 
 
 def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:

@@ -169,12 +169,15 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str
     return Checkpoint(folder, step, state)
 
 
-def renew(saved: Checkpoint, state: dict[str, Any]) -> None:
-    """Replaces the state of a complete checkpoint, which has the one or the other at any moment. Raises OSError."""
-    manifest = json.loads((saved.folder / MANIFEST).read_text())
+def renew(folder: Path, changes: dict[str, Any]) -> None:
+    """Changes keys in the state of a complete checkpoint, which has the one or the other at any moment.
+
+    Raises OSError.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256"]
-    manifest["state"] = state
-    _write_manifest(saved.folder, manifest)
+    manifest["state"] |= changes
+    _write_manifest(folder, manifest)
 
 
 def write(path: Path, text: str) -> None:

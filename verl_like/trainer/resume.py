@@ -23,7 +23,7 @@ from verl_like.trainer import checkpoint
 from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.config.compose import default_tree
 from verl_like.trainer.config.run_config import RunConfig
-from verl_like.trainer.run_state import LAST_ROW, RecordState
+from verl_like.trainer.run_state import IS_COMPLETE, LAST_ROW, RecordState
 
 FINGERPRINTS = "inputs.json"
 """File of a run's folder with what `fingerprints_of` returned when it began."""
@@ -79,7 +79,7 @@ def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -
         why_not = advice = ""
         if not checkpoint.steps(run_dir):
             why_not, advice = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})", "name a run that saved one"
-        elif whole and whole.step >= (steps := config.num_steps_of_run) and not whole.state.get(LAST_ROW):
+        elif whole and whole.step >= (steps := config.num_steps_of_run) and not lacks_validation(whole, steps):
             why_not, advice = f"already has {whole.step} of {steps} steps", "raise trainer.total_training_steps"
         elif differing := differing_keys(config, run_dir):
             why_not, advice = f"has {'; '.join(differing)}", "give what changes numbers as it was"
@@ -89,6 +89,12 @@ def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -
         if not why_not and (run := go_on(config, run_dir, notes, state_schema)):
             return run, notes
     return None, notes
+
+
+def lacks_validation(newest: Checkpoint, num_steps: int) -> bool:
+    """Whether the run ended between its last step and the record of its last validation."""
+    state = newest.state
+    return newest.step == num_steps and bool(state.get(LAST_ROW)) and not state.get(IS_COMPLETE)
 
 
 def remove_remains(parent: Path) -> list[str]:

@@ -83,7 +83,7 @@ def train(
         start_ray(cluster_address(ray_init.address), ray_init.num_cpus, template.command if template else None)
         signal.signal(signal.SIGTERM, recorder.terminate)
         fit(inputs, recorder)
-        outcome = f"Done: {recorder.config.num_steps_of_run} training steps."
+        outcome = f"Done: {recorder.timeline.step} training steps."
         has_failed = False
         return 0
     except KeyboardInterrupt:

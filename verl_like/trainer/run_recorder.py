@@ -19,7 +19,6 @@ from verl_like.trainer.checkpoint import (
     commit,
     folder_of_step,
     keep,
-    read,
     remove_partial,
     renew,
     set_aside,
@@ -129,7 +128,7 @@ class RunRecorder:
         self.step_started = time.time()
         self.metrics = dict(row) if row else {"training/global_step": step}
         yield self.metrics.update
-        metrics = self.metrics if row else self.row_so_far()
+        metrics = self.metrics | _timings(self.seconds) if row else self.row_so_far()
         self.tracking.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)
         if self.is_ending:
@@ -138,7 +137,7 @@ class RunRecorder:
     def row_so_far(self) -> dict[str, float]:
         """The metrics of the present step with its times until now."""
         seconds = self.timeline.phase_seconds() | self.seconds | {"step": time.time() - self.step_started}
-        metrics = self.metrics | {f"timing_s/{phase}": value for phase, value in seconds.items()}
+        metrics = self.metrics | _timings(seconds)
         metrics["perf/time_per_step"] = seconds["step"]
         training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
         if "perf/total_num_tokens" in metrics:
@@ -205,15 +204,14 @@ class RunRecorder:
     ) -> None:
         """Keeps the state of a step whose metrics are logged until `commit_checkpoint` finds its files written."""
         assert self.pending is None
-        self.pending = PendingCheckpoint(partial, step, state | self._state_of_record(), groups)
+        self.pending = PendingCheckpoint(partial, step, state | self.state_of_record(), groups)
 
     def renew_checkpoint(self, step: int, changes: dict[str, Any]) -> None:
-        """Adds to a complete checkpoint what was recorded since then, and changes in its state. Raises OSError."""
-        saved = read(folder_of_step(self.run_dir, step), hashes=False)
-        renew(saved, saved.state | changes | self._state_of_record())
+        """Changes the state of a complete checkpoint. Raises OSError."""
+        renew(folder_of_step(self.run_dir, step), changes)
         self._remove_old_checkpoints(self.best)
 
-    def _state_of_record(self) -> dict[str, Any]:
+    def state_of_record(self) -> dict[str, Any]:
         """What a run that goes on has to know of the record so far, which is on the disk then."""
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file):
@@ -288,6 +286,10 @@ class RunRecorder:
             config=to_yaml(self.config),
             display=self.display,
         )
+
+
+def _timings(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 
 
 def _readable_rows(file: Path) -> list[dict[str, float]]:

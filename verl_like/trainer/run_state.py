@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=0)]
 
 LAST_ROW = "last_row"
-"""In the state of a synchronous run's last step: its metrics, as long as its validation is to come."""
+"""In the state of a run's last step, which is that before its last validation: the metrics of the step until then."""
+IS_COMPLETE = "is_complete"
+"""In the same state, as soon as the validation is recorded."""
 
 
 class StateModel(BaseModel):
@@ -49,6 +51,8 @@ class RecordState(StateModel):
     files: RecordFiles
     shown: Shown
     best: Best | Annotated[dict[str, str], Field(max_length=0)] = {}
+    last_row: dict[str, float] | None = None
+    is_complete: bool = False
 
 
 class LoopState(RecordState):
@@ -57,7 +61,6 @@ class LoopState(RecordState):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     global_step: Count
-    last_row: dict[str, float] | None = None
 
 
 class PPOState(LoopState):

@@ -8,7 +8,7 @@ from typing import Any
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.checkpoint import begin, save_models, save_training
 from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.run_state import LAST_ROW
+from verl_like.trainer.run_state import IS_COMPLETE, LAST_ROW
 
 
 class TrainingLoop(abc.ABC):
@@ -37,9 +37,10 @@ class TrainingLoop(abc.ABC):
         if self.val_dataset and self.config.trainer.val_before_train and not recorder.resumed:
             recorder.log_validation(self.timed_validation())
         if recorder.resumed and (row := recorder.resumed.checkpoint.state.get(LAST_ROW)):
+            # Of a run that now has more steps too: the checkpoint is that before the validation.
             with recorder.step(self.global_step, total_steps, row) as log:
                 log(self.last_validation())
-            recorder.renew_checkpoint(self.global_step, {LAST_ROW: None})
+            recorder.renew_checkpoint(self.global_step, {IS_COMPLETE: True})
         recorder.saves_when_ended = True
         while self.global_step < total_steps:
             self.global_step += 1
@@ -80,12 +81,13 @@ class TrainingLoop(abc.ABC):
             with recorder.timer("save_checkpoint"):
                 partial = self.save()
                 save_models(self.trained, partial)
-            state = self.state() | {LAST_ROW: recorder.row_so_far()}
+            row = {name: float(value) for name, value in recorder.row_so_far().items()}
+            state = self.state() | {LAST_ROW: row}
             recorder.begin_checkpoint(partial, self.global_step, state, self.trained)
             with recorder.timer("save_checkpoint"):
                 recorder.commit_checkpoint(wait=True)
             log(self.last_validation())
-        recorder.renew_checkpoint(self.global_step, {LAST_ROW: None})
+        recorder.renew_checkpoint(self.global_step, {IS_COMPLETE: True})
 
     def timed_validation(self) -> dict[str, float]:
         """`validate`, apart from the phases of the step."""
@@ -97,11 +99,14 @@ class TrainingLoop(abc.ABC):
         and the validation is done again when it goes on."""
         if not (self.val_dataset and self.validation_is_due(is_last=True)):
             return {}
-        self.recorder.saves_when_ended = False
-        if self.recorder.is_ending:
+        recorder = self.recorder
+        recorder.saves_when_ended = False
+        if recorder.is_ending:
+            recorder.console.say("SIGTERM: all steps are saved; the same command validates the last one.")
             raise KeyboardInterrupt
         metrics = self.timed_validation()
-        self.recorder.is_best(self.global_step, metrics)
+        recorder.saves_when_ended = True  # from here on SIGTERM changes nothing: the run is about to end
+        recorder.is_best(self.global_step, metrics)
         return metrics
 
     def validation_is_due(self, is_last: bool) -> bool:

@@ -95,7 +95,7 @@ class DetachedRecord:
 
     def renew_checkpoint(self) -> None:
         """Adds the validations since then to the checkpoint of the step written last."""
-        self.recorder.renew_checkpoint(self.step, {"validated": self.validated})
+        self.recorder.renew_checkpoint(self.step, {"validated": self.validated} | self.recorder.state_of_record())
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
         """In which share of a step's `seconds`, until it `ended`, each side waited for others."""

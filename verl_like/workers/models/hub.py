@@ -9,23 +9,24 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 _ANSWER_S = 8.0
 
 
-def require_hub_model(name: str, setting: str, file: str = "config.json") -> None:
+def require_hub_model(name: str, setting: str, *files: str) -> None:
     """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that it has it.
 
-    `setting` is the key and its value, for the message. `file` is what is asked for. That of a tokenizer may be
-    missing.
+    `setting` is the key and its value, for the message. `files` are those of a tokenizer, of which one is in the cache,
+    or which the hub may lack; else it is asked for `config.json`.
     """
     if constants.HF_HUB_OFFLINE:
         return  # the loader then looks into the cache alone
+    asked = files or ("config.json",)
     answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            if not isinstance(try_to_load_from_cache(name, file), str):
-                get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWER_S)
+            if not any(isinstance(try_to_load_from_cache(name, file), str) for file in asked):
+                get_hf_file_metadata(hf_hub_url(name, asked[0]), timeout=_ANSWER_S)
             answer.put(None)
         except RemoteEntryNotFoundError as error:  # the hub has the name
-            answer.put(error if file == "config.json" else None)
+            answer.put(None if files else error)
         except Exception as error:  # whatever it is, it is why there is no model
             answer.put(error)
 

@@ -117,10 +117,11 @@ def require_weights(
 def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> None:
     """Raises ValueError for a weight that is NaN or infinite, with the file and the tensor that it is from.
 
-    A buffer may be infinite, as that of a mask is.
+    A buffer may be infinite, as that of a mask is; one that no file has is not looked at.
     """
     bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
-    bad += [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+    stored = model.state_dict().keys()
+    bad += [name for name, buffer in model.named_buffers() if name in stored and buffer.isnan().any()]
     if not bad:
         return
     path = os.path.expanduser(config.path)
@@ -268,8 +269,8 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
     there is no such file. Raises ValueError, which names file or folder, for files that are no tokenizer.
     """
     path = os.path.expanduser(config.tokenizer)
-    if not Path(path).is_dir():
-        require_hub_model(path, f"the tokenizer of model.tokenizer_path={config.tokenizer}", "tokenizer.json")
+    if config.tokenizer != config.path and not Path(path).is_dir():
+        require_hub_model(path, f"model.tokenizer_path={config.tokenizer}", "tokenizer.json", "tokenizer_config.json")
     file = tokenizer_file(config)
     try:
         if file is None:
