@@ -85,7 +85,11 @@ if "COVERED_TEST" in os.environ:
                 time.sleep(1)
                 covered.save()
 
-        threading.Thread(target=save_now_and_then, daemon=True).start()
+        def start_saving():
+            threading.Thread(target=save_now_and_then, daemon=True).start()
+
+        start_saving()
+        os.register_at_fork(after_in_child=start_saving)  # workers are forked, and threads are not
 """
 """Python runs this at the start of each process that a test starts: ranks of a group, reward processes."""
 

@@ -306,6 +306,20 @@ def test_a_required_parameter_that_nobody_provides_is_refused_where_it_is_regist
     with pytest.raises(ValueError, match=r"requires the parameter 'vaules'.*did you mean values"):
         register_adv_est("needs_vaules")(needs_vaules)
 
+    def needs_something_else(token_level_rewards, zzz):
+        return token_level_rewards, zzz
+
+    with pytest.raises(ValueError, match=r"'zzz', which is none of .* name, which are .*old_log_probs.*values$"):
+        register_adv_est("needs_something_else")(needs_something_else)
+
+
+def test_an_estimator_of_a_plugin_that_compares_rows_is_known_as_one(monkeypatch):
+    for name in ("functions", "over_batch"):
+        monkeypatch.setattr(ADVANTAGE_ESTIMATORS, name, getattr(ADVANTAGE_ESTIMATORS, name).copy())
+    for name, over_batch in (("minus_the_mean", True), ("as_it_is", False)):
+        register_adv_est(name, over_batch=over_batch)(lambda token_level_rewards: (token_level_rewards,) * 2)
+    assert {"minus_the_mean", "as_it_is"} & ADVANTAGE_ESTIMATORS.over_batch == {"minus_the_mean"}
+
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
 def test_the_kernel_of_gae_equals_its_recurrence(gamma, lam):

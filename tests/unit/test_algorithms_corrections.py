@@ -232,3 +232,8 @@ def test_bounds_are_read_as_numbers_or_bands():
         "token_k1": (0.8, 1.25),
         "seq_sum_k3": (None, 0.03),
     }
+
+
+def test_a_threshold_that_is_no_bound_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"^rollout_is_threshold=2_1: expected a positive number"):
+        compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "2_1")
