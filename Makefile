@@ -13,9 +13,14 @@ lint: env
 test: lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Needs the package index, and no GPU.
-gpu-lock-check: env
-	@.venv/bin/python scripts/gpu_lock.py
+# Needs the package index, but no GPU and no .venv: uv resolves, for each Python that the lock is for.
+gpu-lock-check: build/uv/bin/uv
+	@build/uv/bin/python scripts/gpu_lock.py
+
+build/uv/bin/uv: requirements/uv.txt
+	python3 -m venv --clear build/uv
+	build/uv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	touch $@
 
 # What proves and takes long, about 90 minutes; writes docs/proofs.md. CHOSEN="-k resume" runs a part.
 proofs: env

@@ -8,6 +8,10 @@ if nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
 wanted="$device $(cat pyproject.toml requirements/* scripts/environment.sh | sha256sum | cut -d' ' -f1)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 "$python" -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then  # Debian has them in a package of their own
+  echo "$python has no venv and ensurepip, which make .venv: install its package, apt install ${python##*/}-venv." >&2
+  exit 1
+fi
 if [ "$device" = gpu ]; then
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader)  # a line for each GPU
   if [ "${driver%%.*}" -lt 580 ]; then

@@ -1,22 +1,31 @@
-"""What scripts/environment.sh does before it installs anything."""
+"""What scripts/environment.sh does before it installs anything.
+
+The programs that it finds are stand-ins that print what a machine of that kind prints, and none makes an environment.
+Where a module of Python is missing, the real Python finds a file of that name that cannot be imported.
+"""
 
 import hashlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/sh
-case "$*" in *sysconfig*) echo {include};; *venv*) echo "a new environment"; exit 7;; esac
+case "$*" in *sysconfig*) echo {include};; "-m venv"*) echo "a new environment"; exit 7;; esac
+"""
+PYTHON_WITHOUT_A_MODULE = """#!/bin/sh
+case "$1" in -m) echo "a new environment"; exit 7;; esac
+PYTHONPATH="{folder}" exec "{python}" "$@"
 """
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in -L) echo "GPU 0: an accelerator";; *driver_version*) echo "{driver}"; echo "{driver}";; esac
 """
 
 
-def set_up(folder: Path, *, driver: str | None, gcc: bool = True, header: bool = True) -> str:
+def set_up(folder: Path, *, driver: str | None, gcc: bool = True, header: bool = True, lacking: str = "") -> str:
     """Runs the script on a machine with this driver and these packages; what it printed, its exit code at the end."""
     (folder / "scripts").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "scripts/environment.sh", folder / "scripts")
@@ -28,6 +37,10 @@ def set_up(folder: Path, *, driver: str | None, gcc: bool = True, header: bool =
     for tool in ("bash", "sh", "dirname", "cat", "sha256sum", "cut"):
         (tools / tool).symlink_to(shutil.which(tool))
     programs = {"python3": PYTHON.format(include=folder)}
+    if lacking:
+        (folder / "broken").mkdir()
+        (folder / "broken" / f"{lacking}.py").write_text(f"raise ModuleNotFoundError('No module named {lacking}')")
+        programs["python3"] = PYTHON_WITHOUT_A_MODULE.format(folder=folder / "broken", python=sys.executable)
     programs |= {"nvidia-smi": NVIDIA_SMI.format(driver=driver)} if driver else {}
     programs |= {"gcc": "#!/bin/sh\n"} if gcc else {}
     for name, text in programs.items():
@@ -54,6 +67,15 @@ def test_a_driver_too_old_for_cuda_13_is_named(tmp_path: Path):
 def test_what_triton_compiles_with_is_asked_for_first(tmp_path: Path, missing: str):
     output = set_up(tmp_path, driver="580.65.06", **{missing: False})
     assert "install the packages gcc and python3-dev" in output and output.endswith("exit 1")
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_a_python_that_cannot_make_an_environment_is_named_with_its_package(tmp_path: Path, module: str):
+    output = set_up(tmp_path, driver=None, lacking=module)
+    assert output == (
+        "python3 has no venv and ensurepip, which make .venv: install its package, apt install python3-venv.\nexit 1"
+    )
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_a_machine_that_has_everything_gets_an_environment(tmp_path: Path):
