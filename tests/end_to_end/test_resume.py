@@ -136,3 +136,11 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
     run_locally(tmp_path, tiny_llama, *settings, steps=4)
     assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2, 3, 4]
     assert checkpoint.steps(tmp_path / "runs/latest") == [4]
+
+
+def test_responses_that_are_ahead_go_on_with_all_that_is_known_of_them(tmp_path: Path, tiny_llama: Callable):
+    settings = [*GRPO, "trainer.pipeline_depth=1", *APART, "algorithm.rollout_correction.bypass_mode=true"]
+    run_until(2, tmp_path, tiny_llama, *settings)
+    with local_trainer(tmp_path, tiny_llama, *settings, steps=5) as trainer:
+        batch, _, metrics = trainer.generated
+        assert batch.meta_info == {"epoch": 1, "global_steps": 3} and metrics

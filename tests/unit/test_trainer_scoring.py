@@ -1,6 +1,7 @@
 """From responses to scores: which rows a rule scores, with what it is called, and where the result lands."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +95,21 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
         "reward/early_ratio": 2 / 4, "reward/num_skipped": 1, "reward/num_errors": 0, "reward/num_timeouts": 0,
     }  # fmt: skip
     assert {event.role for event in events} == {"rules"} and all(event.started < event.finished for event in events)
+
+
+def test_the_check_before_a_run_gives_the_function_all_that_a_row_has(tmp_path: Path, scorer: RuleScorer):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, raw_prompt):\n"
+        "    said = [data_source, solution_str, ground_truth, extra_info['index'], raw_prompt[0]['content']]\n"
+        "    return {'score': 1.0, ' '.join(map(str, said)): 1.0}\n"
+    )
+    columns = {"raw_prompt": [{"role": "user", "content": "1+1"}], "extra_info": {"index": 7}}
+    row = {"index": 0, "data_source": "from a", "reward_model": {"style": "rule", "ground_truth": 31}, **columns}
+    manager = RewardManager(RewardFunctionSpec(str(path)), num_workers=1)
+    names = RuleScorer(manager, scorer.tokenizer, scores_every_row=False).check([row])
+    manager.close()
+    assert names == ["from a 31 31 7 1+1"]
 
 
 def test_a_number_of_other_data_sources_is_missing_in_a_batch_and_ends_no_run(scorer: RuleScorer):
