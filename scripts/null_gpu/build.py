@@ -15,7 +15,9 @@ HERE = Path(__file__).resolve().parent
 LIBRARY = "libnullgpu.so"
 ANSWERED = re.compile(r"(__cuda|cuda|cu[A-Z]|cublas|nccl|nvml)\w+")
 # cuBLAS is created with a context, and torch reads these of the handle; all else that it does are kernels.
-HARMLESS = re.compile(r"cublas(Lt)?(Create|Destroy|Set|Get)\w*|nccl\w*(Register|Deregister)|cuda\w*(MemPool|PeerAccess)\w*")
+HARMLESS = re.compile(
+    r"cublas(Lt)?(Create|Destroy|Set|Get)\w*|nccl\w*(Register|Deregister)|cuda\w*(MemPool|PeerAccess)\w*"
+)
 
 
 def build(out: Path, site_packages: Path | None = None) -> Path:
@@ -53,7 +55,16 @@ def environment(out: Path, *, name: str, count: int, size: int) -> dict[str, str
 
 def _compile(library: Path, sources: list[Path], include: list[str]) -> Path:
     flags = ["-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{HERE}", *include]
-    command = ["gcc", *flags, f"-Wl,-soname,{library.name}", "-o", str(library), *map(str, sources), "-ldl", "-lpthread"]
+    command = [
+        "gcc",
+        *flags,
+        f"-Wl,-soname,{library.name}",
+        "-o",
+        str(library),
+        *map(str, sources),
+        "-ldl",
+        "-lpthread",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode or done.stderr:  # a warning is an error here: signatures are written by hand
         raise RuntimeError(f"gcc did not build the null GPU:\n{done.stderr}")
@@ -66,9 +77,14 @@ def _symbols(library: Path, which: str) -> set[str]:
 
 
 def _asked(site_packages: Path) -> set[str]:
-    """The CUDA functions that the libraries ask for, except NVIDIA's own, of which each knows the others."""
+    """The CUDA functions that the libraries ask for, except NVIDIA's own, of which each knows the others.
+
+    torch looks some up by name when it needs them: those are strings of its library.
+    """
     libraries = [path for path in site_packages.rglob("*.so*") if path.is_file() and "nvidia" not in path.parts]
     asked = set().union(*(_symbols(library, "--undefined-only") for library in libraries))
+    texts = (site_packages / "torch/lib/libc10_cuda.so").read_bytes().split(b"\0")
+    asked |= {text.decode() for text in texts if re.fullmatch(rb"(nvml|cu)[A-Z]\w+", text)}
     return {symbol for symbol in asked if ANSWERED.fullmatch(symbol)}
 
 
@@ -76,7 +92,8 @@ def _stubs(names: list[str]) -> str:
     """C: a function a name, which says that it was called and returns "not supported" where numbers count."""
     lines = ['#include "null_gpu.h"']
     for name in names:
-        error = "SUCCESS" if HARMLESS.fullmatch(name) else f'unanswered("{name}", NOT_SUPPORTED)'
+        error = "3" if name.startswith("nvml") else f'unanswered("{name}", NOT_SUPPORTED)'  # 3: not supported
+        error = "SUCCESS" if HARMLESS.fullmatch(name) else error
         lines.append(f"EXPORT int {name}(void) {{ return {error}; }}")
     return "\n".join([*lines, ""])
 

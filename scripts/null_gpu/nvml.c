@@ -77,8 +77,8 @@ EXPORT int nvmlDeviceGetNumaNodeId(void *device, unsigned *node) { return NVML_N
 EXPORT int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending) { return NVML_NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *number) { return *number = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { return rates[0] = rates[1] = 0, SUCCESS; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *number, void *list) { return *number = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *number, void *list) { return *number = 0, SUCCESS; }
-EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(void *device, unsigned *number, void *list) { return *number = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetNvLinkState(void *device, unsigned link, int *active) { return *active = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetGpuFabricInfo(void *device, void *info) { return NVML_NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NVML_NOT_SUPPORTED; }
