@@ -1,8 +1,8 @@
 """Builds the null GPU: `python scripts/null_gpu/build.py OUT [SITE_PACKAGES]`.
 
-OUT/libnullgpu.so stands for the CUDA runtime, cuBLAS and NCCL where it is preloaded, and by two other names, which OUT in
-LD_LIBRARY_PATH finds, for the driver and NVML. With the site-packages of an environment that has torch's CUDA build, each
-CUDA function that a library there asks for and that no source here answers becomes a stub.
+OUT/libnullgpu.so stands for the CUDA runtime, cuBLAS and NCCL where it is preloaded, and by two other names, which
+OUT in LD_LIBRARY_PATH finds, for the driver and NVML. With the site-packages of an environment that has torch's CUDA
+build, each CUDA function that a library there asks for and that no source here answers becomes a stub.
 """
 
 import re
@@ -43,7 +43,7 @@ def build(out: Path, site_packages: Path | None = None) -> Path:
 
 
 def environment(out: Path, *, name: str, count: int, size: int) -> dict[str, str]:
-    """What a process needs so that CUDA is `count` null GPUs of `size` bytes, shared by all processes with this `name`."""
+    """For processes whose CUDA is `count` null GPUs of `size` bytes, shared by all that have this `name`."""
     return {
         "LD_PRELOAD": str(out / LIBRARY),
         "LD_LIBRARY_PATH": str(out),
