@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint proofs mutants docs site bench gpu-lock-check
+.PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal
 
 env:
 	@bash scripts/environment.sh
@@ -21,6 +21,11 @@ build/uv/bin/uv: requirements/uv.txt
 	python3 -m venv --clear build/uv
 	build/uv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	touch $@
+
+# The CUDA path without a GPU: whole runs on the null GPU, about 20 minutes beside the first installation of 9 GB in
+# build/gpu_env. CHOSEN="sft ppo*" does some of the runs.
+gpu-rehearsal:
+	@python3 scripts/gpu_rehearsal.py $(CHOSEN)
 
 # What proves and takes long, about 90 minutes; writes docs/proofs.md. CHOSEN="-k resume" runs a part.
 proofs: env

@@ -1,0 +1,192 @@
+"""Whole runs of the CUDA path on a machine without a GPU, with their numbers: `make gpu-rehearsal`.
+
+`make gpu-rehearsal CHOSEN="sft ppo_split_vllm"` does these runs alone, and `CHOSEN="sft ppo*"` those of a pattern. From
+an empty folder it installs the GPU environment of scripts/environment.sh in build/gpu_env (9 GB, kept while the lock is
+the same), builds the null GPU (scripts/null_gpu), makes the toy world, does each run of `RUNS` and writes the table to
+build/gpu_rehearsal/table.md. It ends with an error if a run is not as it has to be.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from scripts.gpu_rehearsal_runs import DRIFT_METRIC, RUNS, Run  # noqa: E402
+from scripts.null_gpu.build import LIBRARY, build, environment  # noqa: E402
+
+BUILD = ROOT / "build"
+GPU_ENV, NULL_GPU, WORK = BUILD / "gpu_env", BUILD / "null_gpu", BUILD / "gpu_rehearsal"
+PYTHON = GPU_ENV / ".venv/bin/python"
+LOSS_DIFFERENCE = 1e-3  # of a step's loss, from the same run on the CPU
+DRIFT = 2e-3  # mean difference of the probabilities of engine and trainer
+
+
+@dataclass
+class Result:
+    """What a run did: its numbers, and what of it is not as it has to be."""
+
+    seconds: float
+    numbers: str = ""
+    faults: list[str] = field(default_factory=list)
+
+
+def make_environment() -> None:
+    """build/gpu_env/.venv: what scripts/environment.sh installs on a machine whose nvidia-smi is the null GPU's."""
+    GPU_ENV.mkdir(parents=True, exist_ok=True)
+    for name in ("scripts", "requirements", "pyproject.toml", "README.md", "LICENSE", "verl_like"):
+        link = GPU_ENV / name
+        if not link.is_symlink():
+            link.symlink_to(Path("../..") / name)
+    path = f"{ROOT}/scripts/null_gpu/bin:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", GPU_ENV / "scripts/environment.sh"], check=True, env=os.environ | {"PATH": path}, timeout=7200
+    )
+
+
+def build_null_gpu() -> None:
+    """The null GPU for the libraries of that environment, kept while neither has changed."""
+    sources = sorted((ROOT / "scripts/null_gpu").glob("*.[chp]*"))
+    state = b"".join(path.read_bytes() for path in [*sources, GPU_ENV / ".venv/.verl_like_installed"])
+    stamp, wanted = NULL_GPU / "built", hashlib.sha256(state).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print("Building the null GPU: about a minute ...", flush=True)
+        (site_packages,) = (GPU_ENV / ".venv/lib").glob("python*/site-packages")
+        build(NULL_GPU, site_packages)
+        stamp.write_text(wanted)
+
+
+def make_toy_world() -> None:
+    if not (WORK / ".toy_world/world.json").exists():
+        WORK.mkdir(parents=True, exist_ok=True)
+        command = [PYTHON, ROOT / "examples/split_placement/make_toy_world.py", "--out", WORK / ".toy_world"]
+        subprocess.run(command, check=True, cwd=WORK, env=_environment(), timeout=3600)
+
+
+def _environment(run: Run | None = None) -> dict[str, str]:
+    """Of a process: on the null GPU for a run, else without any GPU."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if run is None:
+        return variables
+    variables |= environment(NULL_GPU, name=_device_name(run), count=run.num_gpus, size=run.gpu_bytes)
+    variables |= {
+        "PYTHONPATH": f"{ROOT}/scripts/null_gpu/site:{ROOT}",
+        "NULL_GPU_NUMBERS": "1",
+        "NULL_GPU_CONTROL": run.control,
+        "TRITON_INTERPRET": "1",
+        "VLLM_NCCL_SO_PATH": str(NULL_GPU / LIBRARY),
+    }
+    # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs the cache.
+    return variables | ({} if run.caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+def _device_name(run: Run) -> str:
+    return f"rehearsal_{os.getpid()}_{run.name}"
+
+
+def start(run: Run, folder: Path, *, device: str) -> tuple[int, float]:
+    """Does a run in a new folder, with its output in log.txt; its exit code, -9 at its time limit, and seconds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / ".toy_world").symlink_to(WORK / ".toy_world")
+    command = [PYTHON, "-m", run.module, *run.arguments(ROOT, device), f"trainer.default_local_dir={folder}/runs"]
+    variables = _environment(run if device == "cuda" else None)
+    began = time.monotonic()
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(timeout=run.limit)
+        except subprocess.TimeoutExpired:
+            code = -9
+        finally:
+            if process.poll() is None:  # its Ray and workers are of its session
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(60)
+    for file in Path("/dev/shm").glob(f"null_gpu.{_device_name(run)}.*"):
+        file.unlink()
+    return code, time.monotonic() - began
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """A row a step, of the last run in the folder."""
+    file = folder / "runs/latest/metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def judge(run: Run) -> Result:
+    """Does the run, and for one whose losses count its reference on the CPU, and compares."""
+    folder = WORK / run.name
+    code, seconds = start(run, folder, device="cuda")
+    log, rows = (folder / "log.txt").read_text(), metrics_of(folder)
+    result = Result(seconds)
+    if run.refused_with:
+        if code == 0 or not re.search(run.refused_with, log):
+            result.faults.append(f"ended with {code} and without: {run.refused_with}")
+        result.numbers = "red, as it has to be" if not result.faults else ""
+        return result
+    steps = [row for row in rows if run.measure in row]
+    if code or len(steps) != run.num_steps:
+        result.faults.append(f"ended with {code} after {len(steps)} of {run.num_steps} steps: {folder}/log.txt")
+    elif run.measure == DRIFT_METRIC:
+        drifts = [row[DRIFT_METRIC] for row in steps]
+        result.numbers = f"drift {', '.join(f'{drift:.1e}' for drift in drifts)}"
+        result.faults += [f"drift {drift:.1e} is above {DRIFT:.0e}" for drift in drifts if not drift <= DRIFT]
+    else:
+        _compare_losses(run, [row[run.measure] for row in steps], result)
+    result.faults += [line for line in log.splitlines() if line.startswith("null GPU")][:1]
+    return result
+
+
+def _compare_losses(run: Run, losses: list[float], result: Result) -> None:
+    cpu_folder = WORK / f"{run.reference or run.name}_cpu"
+    if not (cpu_folder / "runs/latest/report.html").exists():
+        start(run, cpu_folder, device="cpu")
+    references = [row[run.measure] for row in metrics_of(cpu_folder) if run.measure in row]
+    if len(references) != len(losses):
+        result.faults.append(f"the reference on the CPU has {len(references)} steps: {cpu_folder}/log.txt")
+        return
+    difference = max(abs(loss - reference) for loss, reference in zip(losses, references, strict=True))
+    result.numbers = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; at most {difference:.1e} from the CPU's"
+    if not difference <= LOSS_DIFFERENCE:
+        result.faults.append(f"the losses of the CPU are {references}")
+
+
+def main() -> None:
+    patterns = sys.argv[1:] or ["*"]
+    chosen = [run for run in RUNS if any(fnmatch(run.name, pattern) for pattern in patterns)]
+    if not chosen:
+        sys.exit(f"No run is called {' or '.join(patterns)}; there are {', '.join(run.name for run in RUNS)}.")
+    began = time.monotonic()
+    make_environment()
+    build_null_gpu()
+    make_toy_world()
+    for cpu_folder in WORK.glob("*_cpu"):
+        shutil.rmtree(cpu_folder)
+    print(f"Environment, null GPU and toy world: {time.monotonic() - began:.0f} s", flush=True)
+    lines = ["| run | what | numbers | seconds |", "|---|---|---|---|"]
+    failed = []
+    for run in chosen:
+        result = judge(run)
+        said = "FAILED: " + "; ".join(result.faults) if result.faults else result.numbers
+        failed += [run.name] if result.faults else []
+        lines.append(f"| {run.name} | {run.what} | {said} | {result.seconds:.0f} |")
+        print(f"{run.name:32} {result.seconds:4.0f} s  {said}", flush=True)
+    (WORK / "table.md").write_text("\n".join([*lines, ""]))
+    print(
+        f"{WORK / 'table.md'}: {len(chosen) - len(failed)} of {len(chosen)} as they have to be, {time.monotonic() - began:.0f} s"
+    )
+    if failed:
+        sys.exit(f"Not as it has to be: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The runs of `make gpu-rehearsal`: each is a training command at toy size, and what it has to show."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DRIFT_METRIC = "training/rollout_probs_diff_mean"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on the null GPU.
+
+    name: also of its folder. what: for the table. module, config: the entry point, and its folder and name below
+    examples/. overrides: of the configuration; `{device}` becomes cuda, or cpu in the reference. measure: the metric
+    that is judged, the drift of engine and trainer by its bound, another as a loss by the CPU's. reference: another run
+    whose losses on the CPU count. caches_memory: torch keeps freed memory, which vLLM's sleep needs. control: a fault
+    that null_gpu_controls.py makes. refused_with: the run has to fail, and its output to have this pattern.
+    """
+
+    name: str
+    what: str
+    module: str
+    config: tuple[str, str]
+    overrides: tuple[str, ...]
+    measure: str = DRIFT_METRIC
+    num_steps: int = 2
+    num_gpus: int = 2
+    gpu_bytes: int = 16_000_000_000
+    caches_memory: bool = False
+    reference: str = ""
+    control: str = ""
+    refused_with: str = ""
+    limit: int = 900  # seconds
+
+    def arguments(self, root: Path, device: str) -> list[str]:
+        folder, name = self.config
+        overrides = [override.format(device=device) for override in self.overrides]
+        return ["--config-dir", str(root / "examples" / folder), "--config-name", name, *overrides]
+
+
+def sft(name: str, what: str, *overrides: str, num_ranks: int = 1, **options: object) -> Run:
+    common = (
+        "data.train_files=.toy_world/answers.parquet",
+        "data.train_batch_size=64",
+        "model.path=.toy_world/model",
+        "training.optim.lr=2e-3",
+        "trainer.total_training_steps=3",
+        "trainer.device={device}",
+        f"trainer.n_gpus_per_node={num_ranks}",
+    )
+    config = ("split_placement/config", "warm_up")
+    options = {"measure": "sft/loss", "num_steps": 3} | options
+    return Run(name, what, "verl_like.trainer.main_sft", config, (*common, *overrides), **options)
+
+
+_PPO = (
+    "device={device}",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.total_training_steps=2",
+    "data.train_batch_size=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.rollout.enforce_eager=true",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.02",  # a cache that Python builds quickly
+    "ray_kwargs.ray_init.num_cpus=16",
+)
+
+
+def ppo(name: str, what: str, *overrides: str, num_gpus: int = 2, **options: object) -> Run:
+    config = ("split_placement/config", "toy")
+    micro_batches = (f"{role}.ppo_micro_batch_size_per_gpu=8" for role in ("actor_rollout_ref.actor", "critic"))
+    own = (f"trainer.n_gpus_per_node={num_gpus}", *micro_batches, *overrides)
+    return Run(name, what, "verl_like.trainer.main_ppo", config, (*_PPO, *own), num_gpus=num_gpus, **options)
+
+
+def detached(name: str, what: str, *overrides: str, **options: object) -> Run:
+    config = ("detached/config", "toy")
+    own = ("trainer.n_gpus_per_node=1", *overrides)
+    return Run(name, what, "verl_like.trainer.main_detached", config, (*_PPO, *own), **options)
+
+
+RUNS = (
+    sft("sft", "fine-tuning, one rank"),
+    sft(
+        "sft_two_ranks",
+        "fine-tuning, two ranks, zero3",
+        "model.fsdp_config.strategy=zero3",
+        num_ranks=2,
+        reference="sft",
+    ),
+    ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),
+    ppo("ppo_split_vllm", "PPO split, vLLM"),
+    ppo(
+        "ppo_colocated_ipc",
+        "PPO colocated on two ranks, vLLM that sleeps, CUDA IPC",
+        "placement=colocated",
+        "actor_rollout_ref.rollout.weight_transport=ipc",
+        caches_memory=True,
+    ),
+    sft(
+        "too_large",
+        "control: more memory than the device has",
+        gpu_bytes=5_000_000,
+        refused_with="CUDA out of memory",
+    ),
+)
