@@ -181,9 +181,7 @@ def main() -> None:
         lines.append(f"| {run.name} | {run.what} | {said} | {result.seconds:.0f} |")
         print(f"{run.name:32} {result.seconds:4.0f} s  {said}", flush=True)
     (WORK / "table.md").write_text("\n".join([*lines, ""]))
-    print(
-        f"{WORK / 'table.md'}: {len(chosen) - len(failed)} of {len(chosen)} as they have to be, {time.monotonic() - began:.0f} s"
-    )
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} as they have to be, in {time.monotonic() - began:.0f} s")
     if failed:
         sys.exit(f"Not as it has to be: {', '.join(failed)}")
 

@@ -90,6 +90,7 @@ RUNS = (
     ),
     ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),
     ppo("ppo_split_vllm", "PPO split, vLLM"),
+    detached("detached_vllm", "detached, one maker and one trainer, vLLM"),
     ppo(
         "ppo_colocated_ipc",
         "PPO colocated on two ranks, vLLM that sleeps, CUDA IPC",
@@ -102,5 +103,24 @@ RUNS = (
         "control: more memory than the device has",
         gpu_bytes=5_000_000,
         refused_with="CUDA out of memory",
+    ),
+    sft(
+        "wrong_device",
+        "control: one tensor on the wrong device",
+        control="wrong_device",
+        refused_with="Expected all tensors to be on the same device",
+    ),
+    ppo(
+        "flipped_weight",
+        "control: weights flipped on the way to the engine",
+        "actor_rollout_ref.rollout.name=hf",
+        control="flipped_weight",
+        refused_with="did not arrive",
+    ),
+    ppo(
+        "memory_of_another",
+        "control: another process gives memory back while vLLM profiles",
+        control="memory_of_another",
+        refused_with="Error in memory profiling",
     ),
 )

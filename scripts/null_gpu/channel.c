@@ -17,7 +17,7 @@ static double now(void) {
     return time.tv_sec + time.tv_nsec * 1e-9;
 }
 
-static double deadline(void) {  // seconds
+static double deadline(void) { // seconds
     const char *value = getenv("NULL_GPU_DEADLINE");
     return value ? atof(value) : 120;
 }
@@ -30,7 +30,8 @@ int fail(Communicator *communicator, int error, const char *format, ...) {
         va_start(arguments, format);
         vsnprintf(communicator->error, sizeof communicator->error, format, arguments);
         va_end(arguments);
-        fprintf(stderr, "null GPU, NCCL, rank %d of %d: %s\n", communicator->rank, communicator->num_ranks, communicator->error);
+        fprintf(stderr, "null GPU, NCCL, rank %d of %d: %s\n", communicator->rank, communicator->num_ranks,
+                communicator->error);
     }
     return error;
 }
@@ -44,7 +45,8 @@ int pause_for(Communicator *communicator, Wait *wait, int awaited_rank, const ch
     if (wait->turns % 64) return 0;
     int pid = atomic_load(&awaited->pid);
     if (pid && process_start(pid) != awaited->start)
-        return fail(communicator, NCCL_REMOTE_ERROR, "rank %d (process %d) has ended before the %s", awaited_rank, pid, what);
+        return fail(communicator, NCCL_REMOTE_ERROR, "rank %d (process %d) has ended before the %s", awaited_rank, pid,
+                    what);
     if (atomic_load(&communicator->shared->failed))
         return fail(communicator, NCCL_REMOTE_ERROR, "another rank has failed before the %s", what);
     if (now() > wait->until)
@@ -93,7 +95,7 @@ int join(Communicator **joined, const char *name, int num_ranks, int rank) {
     own->start = process_start(getpid());
     atomic_store(&own->pid, getpid());
     int error = barrier(communicator, "start of the communicator");
-    unlink(path);  // all have it mapped, or nobody may come any more
+    unlink(path); // all have it mapped, or nobody may come any more
     *joined = communicator;
     return error;
 }

@@ -1,5 +1,5 @@
-// The devices and the bytes that each process holds of them. /dev/shm/null_gpu.NAME.DEVICE has an entry a process; one whose
-// process has ended counts nothing, so nobody has to clean up after a SIGKILL.
+// The devices and the bytes that each process holds of them. /dev/shm/null_gpu.NAME.DEVICE has an entry a process; one
+// whose process has ended counts nothing, so nobody has to clean up after a SIGKILL.
 #define _GNU_SOURCE
 #include "null_gpu.h"
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 #define MAX_PROCESSES 512
 typedef struct {
     int pid;
-    uint64_t start;  // with the pid: the pid alone may be given again
+    uint64_t start; // with the pid: the pid alone may be given again
     uint64_t bytes;
 } Entry;
 
@@ -63,7 +63,7 @@ uint64_t process_start(int pid) {
     close(file);
     if (length <= 0) return 0;
     text[length] = 0;
-    char *after_name = strrchr(text, ')');  // the name may hold spaces; the state is field 3, the start field 22
+    char *after_name = strrchr(text, ')'); // the name may hold spaces; the state is field 3, the start field 22
     if (!after_name || after_name[2] == 'Z' || after_name[2] == 'X') return 0;
     char *field = after_name + 2;
     for (int index = 3; index < 22; index++) field = strchr(field, ' ') + 1;
@@ -71,7 +71,10 @@ uint64_t process_start(int pid) {
 }
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static struct { int file; Entry *entries; } tables[MAX_DEVICES];
+static struct {
+    int file;
+    Entry *entries;
+} tables[MAX_DEVICES];
 
 // flock is released by the kernel when its holder dies; between threads, which share the descriptor, the mutex stands.
 static Entry *lock_table(int device) {
@@ -81,8 +84,9 @@ static Entry *lock_table(int device) {
         snprintf(path, sizeof path, "/dev/shm/null_gpu.%s.%d", setting("NULL_GPU_NAME", "default"), device);
         int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
         size_t bytes = MAX_PROCESSES * sizeof(Entry);
-        void *entries = file < 0 || ftruncate(file, bytes) ? MAP_FAILED
-            : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+        void *entries = file < 0 || ftruncate(file, bytes)
+                            ? MAP_FAILED
+                            : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
         if (entries == MAP_FAILED) {
             fprintf(stderr, "null GPU: %s cannot be opened and mapped: /dev/shm must be writable.\n", path);
             abort();
@@ -144,8 +148,9 @@ void return_bytes(int device, uint64_t bytes) {
 
 static atomic_long counters[NUM_COUNTERS];
 static const char *const counter_names[NUM_COUNTERS] = {
-    "stream_synchronizes", "event_synchronizes", "device_synchronizes", "blocking_copies", "copies", "copied_bytes",
-    "launches", "pinned_allocations", "device_allocations", "collectives", "unanswered",
+    "stream_synchronizes", "event_synchronizes", "device_synchronizes", "blocking_copies",    "copies",
+    "copied_bytes",        "launches",           "pinned_allocations",  "device_allocations", "collectives",
+    "unanswered",
 };
 
 void count(Counter counter, long amount) { atomic_fetch_add(&counters[counter], amount); }

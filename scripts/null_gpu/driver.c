@@ -34,7 +34,9 @@ EXPORT int cuGetErrorName(int error, const char **text) { return *text = "CUDA_E
 
 // One context for all: its handle is a number.
 #define CONTEXT ((void *)0x10)
-EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, SUCCESS; }
+EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    return *flags = 0, *active = 1, SUCCESS;
+}
 EXPORT int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = CONTEXT, SUCCESS; }
 EXPORT int cuDevicePrimaryCtxRelease_v2(int device) { return SUCCESS; }
 EXPORT int cuCtxGetCurrent(void **context) { return *context = CONTEXT, SUCCESS; }
@@ -47,22 +49,25 @@ EXPORT int cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
     Region region;
     if (!find((void *)pointer, &region)) return INVALID_VALUE;
     switch (attribute) {
-    case 2: return *(unsigned *)value = region.kind == PINNED ? 1 : 2, SUCCESS;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-    case 3: return *(uint64_t *)value = pointer, SUCCESS;                         // CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-    case 11: return *(uint64_t *)value = (uint64_t)region.start, SUCCESS;         // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-    case 12: return *(uint64_t *)value = region.bytes, SUCCESS;                   // CU_POINTER_ATTRIBUTE_RANGE_SIZE
+    case 2: return *(unsigned *)value = region.kind == PINNED ? 1 : 2, SUCCESS; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    case 3: return *(uint64_t *)value = pointer, SUCCESS;                       // CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    case 11: return *(uint64_t *)value = (uint64_t)region.start, SUCCESS;       // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+    case 12: return *(uint64_t *)value = region.bytes, SUCCESS;                 // CU_POINTER_ATTRIBUTE_RANGE_SIZE
     default: return *(int *)value = 0, SUCCESS;
     }
 }
 
 // Virtual memory: an allocation is a memfd, so it keeps its bytes wherever it is mapped.
-typedef struct { int file, device; uint64_t bytes; } Allocation;
+typedef struct {
+    int file, device;
+    uint64_t bytes;
+} Allocation;
 
 EXPORT int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int option) {
     return *bytes = GRANULARITY, SUCCESS;
 }
 EXPORT int cuMemCreate(Allocation **handle, size_t bytes, const int *properties, uint64_t flags) {
-    int device = physical_device(properties[3]);  // CUmemAllocationProp: type, handle types, location {type, id}
+    int device = physical_device(properties[3]); // CUmemAllocationProp: type, handle types, location {type, id}
     if (device < 0) return INVALID_DEVICE;
     if (!take_bytes(device, bytes)) return OUT_OF_MEMORY;
     *handle = malloc(sizeof **handle);
@@ -94,7 +99,7 @@ EXPORT int cuMemUnmap(uint64_t address, size_t bytes) {
 EXPORT int cuMemSetAccess(uint64_t address, size_t bytes, const void *access, size_t number) { return SUCCESS; }
 
 EXPORT int cuFuncGetAttribute(int *value, int attribute, void *function) {
-    return *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0, SUCCESS;  // threads of a block, registers
+    return *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0, SUCCESS; // threads of a block, registers
 }
 
 // Functions by name. What is asked for and is not here is named when it is called.
@@ -110,7 +115,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **function, int version, u
     if (status) *status = 0;
     return *function = function_of(name), SUCCESS;
 }
-EXPORT int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
-                                            int *status) {
+EXPORT int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                            unsigned long long flags, int *status) {
     return cuGetProcAddress_v2(name, function, version, flags, status);
 }

@@ -12,7 +12,7 @@
 
 _Thread_local int current_device;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static void *regions;  // a tree of Region, ordered by address
+static void *regions; // a tree of Region, ordered by address
 
 // Regions that overlap are equal, so that an address finds the region around it.
 static int compare(const void *left, const void *right) {
@@ -66,7 +66,8 @@ int allocate(void **pointer, uint64_t bytes, Kind kind) {
     int error = usable(), device = physical_device(current_device);
     if (error) return error;
     if (kind == DEVICE && !take_bytes(device, bytes)) return OUT_OF_MEMORY;
-    void *start = mmap(NULL, bytes + !bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *start = mmap(NULL, bytes + !bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (start == MAP_FAILED) {
         if (kind == DEVICE) return_bytes(device, bytes);
         return OUT_OF_MEMORY;
@@ -88,7 +89,10 @@ int release(void *pointer) {
 }
 
 // CUDA IPC. The first handle of a region puts a memfd in its place, which another process opens below /proc.
-typedef struct { int pid, file; uint64_t bytes, start_of_process; } Handle;  // of cudaIpcMemHandle_t's 64 bytes
+typedef struct {
+    int pid, file;
+    uint64_t bytes, start_of_process;
+} Handle; // of cudaIpcMemHandle_t's 64 bytes
 
 static bool share(Region *region) {
     int file = memfd_create("null_gpu", MFD_CLOEXEC);
@@ -97,7 +101,8 @@ static bool share(Region *region) {
     if (copy == MAP_FAILED) return false;
     memcpy(copy, region->start, region->bytes);
     munmap(copy, region->bytes);
-    if (mmap(region->start, region->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) return false;
+    int flags = MAP_SHARED | MAP_FIXED;
+    if (mmap(region->start, region->bytes, PROT_READ | PROT_WRITE, flags, file, 0) == MAP_FAILED) return false;
     Region before;
     forget(region->start, &before);
     region->file = file;
@@ -114,11 +119,13 @@ EXPORT int cudaIpcGetMemHandle(Handle *handle, void *pointer) {
     return SUCCESS;
 }
 
-typedef struct { char bytes[64]; } IpcMemHandle;
+typedef struct {
+    char bytes[64];
+} IpcMemHandle;
 EXPORT int cudaIpcOpenMemHandle(void **pointer, IpcMemHandle opaque, unsigned flags) {
     Handle handle;
     memcpy(&handle, &opaque, sizeof handle);
-    if (handle.pid == getpid()) return INVALID_CONTEXT;  // CUDA does not open a handle where it was made
+    if (handle.pid == getpid()) return INVALID_CONTEXT; // CUDA does not open a handle where it was made
     if (process_start(handle.pid) != handle.start_of_process) return MAP_FAILED_ERROR;
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.file);

@@ -1,5 +1,5 @@
-// NCCL between the processes of one machine. An operation is done when its call returns, in a group when the group ends.
-// https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
+// NCCL between the processes of one machine. An operation is done when its call returns, in a group when the group
+// ends. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 #define _GNU_SOURCE
 #include "nccl.h"
 #include <stdio.h>
@@ -7,18 +7,18 @@
 #include <string.h>
 #include <unistd.h>
 
-typedef enum { ALL_REDUCE, REDUCE_TO, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECEIVE } Kind_of_operation;
-static const char *const names[] = {"all-reduce", "reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all",
-                                    "send", "receive"};
+typedef enum { ALL_REDUCE, REDUCE_TO, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECEIVE } Sort;
+static const char *const names[] = {"all-reduce",     "reduce",     "broadcast", "all-gather",
+                                    "reduce-scatter", "all-to-all", "send",      "receive"};
 
 typedef struct {
-    Kind_of_operation kind;
+    Sort kind;
     const char *from;
     char *to;
-    uint64_t count;           // elements as the call gives them
-    int type, operation, root;  // root: of a broadcast or reduce; the peer of a send or receive
+    uint64_t count;            // elements as the call gives them
+    int type, operation, root; // root: of a broadcast or reduce; the peer of a send or receive
     Communicator *communicator;
-    uint64_t moved;           // bytes of a send or receive that are done
+    uint64_t moved; // bytes of a send or receive that are done
 } Operation;
 
 // Factors of ncclRedOpCreatePreMulSum, by the number of the operation that stands for each.
@@ -26,8 +26,9 @@ typedef struct {
 #define MAX_CUSTOM 4096
 static double factors[MAX_CUSTOM];
 static atomic_int num_factors;
-EXPORT int ncclRedOpCreatePreMulSum(int *operation, const void *value, int type, int residence, Communicator *communicator) {
-    int index = atomic_fetch_add(&num_factors, 1) % MAX_CUSTOM;  // each is used and destroyed at once
+EXPORT int ncclRedOpCreatePreMulSum(int *operation, const void *value, int type, int residence,
+                                    Communicator *communicator) {
+    int index = atomic_fetch_add(&num_factors, 1) % MAX_CUSTOM; // each is used and destroyed at once
     factors[index] = scalar(value, type);
     return *operation = FIRST_CUSTOM + index, 0;
 }
@@ -37,31 +38,35 @@ static bool reduce_chunks(const Operation *operation, char *to, char *const chun
     bool custom = operation->operation >= FIRST_CUSTOM;
     double factor = custom ? factors[operation->operation - FIRST_CUSTOM] : 1;
     size_t count = bytes / type_bytes(operation->type);
-    return reduce(to, chunks, operation->communicator->num_ranks, count, operation->type, custom ? 0 : operation->operation, factor);
+    return reduce(to, chunks, operation->communicator->num_ranks, count, operation->type,
+                  custom ? 0 : operation->operation, factor);
 }
 
 // Of the chunk that lies at `offset` of every rank's input: what this rank needs of it goes to its output.
 static bool collect(const Operation *operation, uint64_t part, uint64_t offset, uint64_t length, char *const chunks[]) {
     Communicator *communicator = operation->communicator;
-    uint64_t own = part * communicator->rank;  // where an input that is divided among the ranks has this rank's part
+    uint64_t own = part * communicator->rank; // where an input that is divided among the ranks has this rank's part
     uint64_t start = offset > own ? offset : own, end = offset + length < own + part ? offset + length : own + part;
     char *parts[MAX_RANKS];
     switch (operation->kind) {
     case ALL_REDUCE: return reduce_chunks(operation, operation->to + offset, chunks, length);
     case REDUCE_TO:
-        return operation->root != communicator->rank || reduce_chunks(operation, operation->to + offset, chunks, length);
+        return operation->root != communicator->rank ||
+               reduce_chunks(operation, operation->to + offset, chunks, length);
     case BROADCAST: return memmove(operation->to + offset, chunks[operation->root], length);
     case ALL_GATHER:
         for (int rank = 0; rank < communicator->num_ranks; rank++)
             memmove(operation->to + part * rank + offset, chunks[rank], length);
         return true;
-    default:  // REDUCE_SCATTER, ALL_TO_ALL
+    default: // REDUCE_SCATTER, ALL_TO_ALL
         if (start >= end) return true;
         for (int rank = 0; rank < communicator->num_ranks; rank++) {
             parts[rank] = chunks[rank] + (start - offset);
-            if (operation->kind == ALL_TO_ALL) memmove(operation->to + part * rank + start - own, parts[rank], end - start);
+            if (operation->kind == ALL_TO_ALL)
+                memmove(operation->to + part * rank + start - own, parts[rank], end - start);
         }
-        return operation->kind == ALL_TO_ALL || reduce_chunks(operation, operation->to + start - own, parts, end - start);
+        return operation->kind == ALL_TO_ALL ||
+               reduce_chunks(operation, operation->to + start - own, parts, end - start);
     }
 }
 
@@ -72,7 +77,8 @@ static int run_collective(const Operation *operation) {
     bool divided = operation->kind == REDUCE_SCATTER || operation->kind == ALL_TO_ALL;
     uint64_t part = operation->count * type_bytes(operation->type);
     uint64_t bytes = divided ? part * communicator->num_ranks : part;
-    Announcement announcement = {operation->kind, operation->type, operation->operation, operation->root, operation->count};
+    Announcement announcement = {operation->kind, operation->type, operation->operation, operation->root,
+                                 operation->count};
     if (announcement.operation > FIRST_CUSTOM) announcement.operation = FIRST_CUSTOM;
     count(COLLECTIVES, 1);
     bool contributes = operation->kind != BROADCAST || operation->root == communicator->rank;
@@ -81,15 +87,17 @@ static int run_collective(const Operation *operation) {
         uint64_t length = bytes - offset < CHUNK ? bytes - offset : CHUNK;
         int parity = (communicator->barriers + 1) % 2;
         communicator->shared->ranks[communicator->rank].announced[parity] = announcement;
-        if (contributes && moved) memcpy(chunk_of(communicator, communicator->rank, parity), operation->from + offset, length);
+        if (contributes && moved)
+            memcpy(chunk_of(communicator, communicator->rank, parity), operation->from + offset, length);
         int error = barrier(communicator, name);
         if (error) return error;
         char *chunks[MAX_RANKS];
         for (int rank = 0; rank < communicator->num_ranks; rank++) {
             Announcement *other = &communicator->shared->ranks[rank].announced[parity];
             if (memcmp(other, &announcement, sizeof announcement))
-                return fail(communicator, NCCL_INVALID_USAGE, "%s of %llu elements of type %d, while rank %d does %s of %llu of type %d",
-                            name, (unsigned long long)announcement.count, announcement.type, rank, names[other->kind],
+                return fail(communicator, NCCL_INVALID_USAGE,
+                            "%s of %llu elements of type %d, while rank %d does %s of %llu of type %d", name,
+                            (unsigned long long)announcement.count, announcement.type, rank, names[other->kind],
                             (unsigned long long)other->count, other->type);
             chunks[rank] = chunk_of(communicator, rank, parity);
         }
@@ -126,13 +134,16 @@ static int step_mail(Operation *operation) {
     return 1;
 }
 
-static bool done(const Operation *operation) { return operation->moved == operation->count * type_bytes(operation->type); }
+static bool done(const Operation *operation) {
+    return operation->moved == operation->count * type_bytes(operation->type);
+}
 
 // Messages between two ranks arrive in order: one waits for those before it.
 static bool first_of_its_kind(const Operation *operations, int index) {
     const Operation *own = &operations[index];
     for (const Operation *earlier = operations; earlier < own; earlier++)
-        if (earlier->kind == own->kind && earlier->root == own->root && earlier->communicator == own->communicator && !done(earlier))
+        if (earlier->kind == own->kind && earlier->root == own->root && earlier->communicator == own->communicator &&
+            !done(earlier))
             return false;
     return true;
 }
@@ -151,7 +162,8 @@ static int run_mail(Operation *operations, int number) {
             moved |= step;
         }
         if (!waiting) return 0;
-        if (moved) wait = start_wait();
+        if (moved)
+            wait = start_wait();
         else {
             int error = pause_for(waiting->communicator, &wait, waiting->root, names[waiting->kind]);
             if (error) return error;
@@ -192,14 +204,16 @@ static int add(Operation operation) {
     return pending[num_pending++] = operation, 0;
 }
 
-EXPORT int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *communicator, void *stream) {
+EXPORT int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *communicator,
+                         void *stream) {
     return add((Operation){ALL_REDUCE, from, to, count, type, operation, 0, communicator});
 }
-EXPORT int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root, Communicator *communicator,
-                      void *stream) {
+EXPORT int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root,
+                      Communicator *communicator, void *stream) {
     return add((Operation){REDUCE_TO, from, to, count, type, operation, root, communicator});
 }
-EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *communicator, void *stream) {
+EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *communicator,
+                         void *stream) {
     return add((Operation){BROADCAST, from, to, count, type, 0, root, communicator});
 }
 EXPORT int ncclBcast(void *buffer, size_t count, int type, int root, Communicator *communicator, void *stream) {
@@ -208,8 +222,8 @@ EXPORT int ncclBcast(void *buffer, size_t count, int type, int root, Communicato
 EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, Communicator *communicator, void *stream) {
     return add((Operation){ALL_GATHER, from, to, count, type, 0, 0, communicator});
 }
-EXPORT int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation, Communicator *communicator,
-                             void *stream) {
+EXPORT int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation,
+                             Communicator *communicator, void *stream) {
     return add((Operation){REDUCE_SCATTER, from, to, count, type, operation, 0, communicator});
 }
 EXPORT int ncclAlltoAll(const void *from, void *to, size_t count, int type, Communicator *communicator, void *stream) {
@@ -223,11 +237,14 @@ EXPORT int ncclRecv(void *to, size_t count, int type, int peer, Communicator *co
 }
 
 // Communicators.
-typedef struct { char name[128]; } UniqueId;
+typedef struct {
+    char name[128];
+} UniqueId;
 EXPORT int ncclGetUniqueId(UniqueId *id) {
     static atomic_int last;
     memset(id, 0, sizeof *id);
-    snprintf(id->name, 64, "null_gpu_nccl.%d.%llu.%d", getpid(), (unsigned long long)process_start(getpid()), atomic_fetch_add(&last, 1));
+    snprintf(id->name, 64, "null_gpu_nccl.%d.%llu.%d", getpid(), (unsigned long long)process_start(getpid()),
+             atomic_fetch_add(&last, 1));
     return 0;
 }
 EXPORT int ncclCommInitRank(Communicator **communicator, int num_ranks, UniqueId id, int rank) {
@@ -236,19 +253,22 @@ EXPORT int ncclCommInitRank(Communicator **communicator, int num_ranks, UniqueId
 EXPORT int ncclCommInitRankConfig(Communicator **communicator, int num_ranks, UniqueId id, int rank, void *config) {
     return join(communicator, id.name, num_ranks, rank);
 }
-EXPORT int ncclCommInitRankScalable(Communicator **communicator, int num_ranks, int rank, int num_ids, UniqueId *ids, void *config) {
+EXPORT int ncclCommInitRankScalable(Communicator **communicator, int num_ranks, int rank, int num_ids, UniqueId *ids,
+                                    void *config) {
     return join(communicator, ids[0].name, num_ranks, rank);
 }
 
 // The ranks of one color, in the order of their keys, are a communicator of their own.
 EXPORT int ncclCommSplit(Communicator *communicator, int color, int key, Communicator **part, void *config) {
-    typedef struct { int color, key; } Choice;
+    typedef struct {
+        int color, key;
+    } Choice;
     Choice own = {color, key}, choices[MAX_RANKS];
     int error = ncclAllGather(&own, choices, sizeof own, 1, communicator, NULL);
     if (error) return error;
     int split = communicator->num_splits++, rank = 0, num_ranks = 0;
     *part = NULL;
-    if (color < 0) return 0;  // NCCL_SPLIT_NOCOLOR: this rank is in none
+    if (color < 0) return 0; // NCCL_SPLIT_NOCOLOR: this rank is in none
     for (int other = 0; other < communicator->num_ranks; other++) {
         if (choices[other].color != color) continue;
         num_ranks++;
@@ -261,7 +281,7 @@ EXPORT int ncclCommSplit(Communicator *communicator, int color, int key, Communi
 
 EXPORT int ncclCommFinalize(Communicator *communicator) { return 0; }
 EXPORT int ncclCommDestroy(Communicator *communicator) { return leave(communicator), 0; }
-EXPORT int ncclCommAbort(Communicator *communicator) {  // another thread may wait in it, so its memory stays
+EXPORT int ncclCommAbort(Communicator *communicator) { // another thread may wait in it, so its memory stays
     atomic_store(&communicator->shared->failed, 1);
     return 0;
 }
@@ -273,7 +293,9 @@ EXPORT int ncclCommGetAsyncError(Communicator *communicator, int *error) {
 }
 EXPORT const char *ncclGetLastError(Communicator *communicator) { return communicator ? communicator->error : ""; }
 EXPORT const char *ncclGetErrorString(int error) {
-    return error == NCCL_REMOTE_ERROR ? "remote process exited or there was a network error" : error ? "NCCL error" : "no error";
+    return error == NCCL_REMOTE_ERROR ? "remote process exited or there was a network error"
+           : error                    ? "NCCL error"
+                                      : "no error";
 }
 EXPORT int ncclGetVersion(int *version) { return *version = 22907, 0; }
 EXPORT int ncclMemAlloc(void **pointer, size_t bytes) { return allocate(pointer, bytes, DEVICE); }

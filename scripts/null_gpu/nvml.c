@@ -14,7 +14,9 @@ EXPORT int nvmlInit_v2(void) { return SUCCESS; }
 EXPORT int nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
 EXPORT int nvmlShutdown(void) { return SUCCESS; }
 EXPORT const char *nvmlErrorString(int error) { return error == NVML_NOT_SUPPORTED ? "Not Supported" : "Error"; }
-EXPORT int nvmlSystemGetDriverVersion(char *text, unsigned length) { return snprintf(text, length, "580.95.05"), SUCCESS; }
+EXPORT int nvmlSystemGetDriverVersion(char *text, unsigned length) {
+    return snprintf(text, length, "580.95.05"), SUCCESS;
+}
 EXPORT int nvmlSystemGetNVMLVersion(char *text, unsigned length) { return snprintf(text, length, "13.580"), SUCCESS; }
 EXPORT int nvmlSystemGetCudaDriverVersion(int *version) { return *version = 13000, SUCCESS; }
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = 13000, SUCCESS; }
@@ -25,18 +27,24 @@ EXPORT int nvmlDeviceGetHandleByIndex(unsigned index, void **device) {
     if (index >= (unsigned)physical_devices()) return NVML_INVALID_ARGUMENT;
     return *device = (void *)(uintptr_t)(index + 1), SUCCESS;
 }
-EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { return nvmlDeviceGetHandleByIndex(index, device); }
-EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {  // GPU-00000001-...: index plus one
+EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+    return nvmlDeviceGetHandleByIndex(index, device);
+}
+EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { // GPU-00000001-...: index plus one
     return nvmlDeviceGetHandleByIndex(strtoul(uuid + 4, NULL, 16) - 1, device);
 }
-EXPORT int nvmlDeviceGetHandleByPciBusId(const char *id, void **device) {  // 0000:01:00.0: index plus one
+EXPORT int nvmlDeviceGetHandleByPciBusId(const char *id, void **device) { // 0000:01:00.0: index plus one
     const char *bus = strchr(id, ':');
     return bus ? nvmlDeviceGetHandleByIndex(strtoul(bus + 1, NULL, 16) - 1, device) : NVML_NOT_FOUND;
 }
-EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return nvmlDeviceGetHandleByPciBusId(id, device); }
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
+    return nvmlDeviceGetHandleByPciBusId(id, device);
+}
 EXPORT int nvmlDeviceGetIndex(void *device, unsigned *index) { return *index = index_of(device), SUCCESS; }
 EXPORT int nvmlDeviceGetMinorNumber(void *device, unsigned *number) { return *number = index_of(device), SUCCESS; }
-EXPORT int nvmlDeviceGetName(void *device, char *name, unsigned length) { return snprintf(name, length, "Null GPU"), SUCCESS; }
+EXPORT int nvmlDeviceGetName(void *device, char *name, unsigned length) {
+    return snprintf(name, length, "Null GPU"), SUCCESS;
+}
 EXPORT int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
     return snprintf(uuid, length, "GPU-%08x-0000-0000-0000-000000000000", index_of(device) + 1), SUCCESS;
 }
@@ -44,8 +52,13 @@ EXPORT int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *min
     return *major = device_attribute(75), *minor = device_attribute(76), SUCCESS;
 }
 
-typedef struct { unsigned long long total, free, used; } Memory;
-typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
+typedef struct {
+    unsigned long long total, free, used;
+} Memory;
+typedef struct {
+    unsigned version;
+    unsigned long long total, reserved, free, used;
+} MemoryV2;
 EXPORT int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
     uint64_t total = device_bytes(), used = device_used(index_of(device));
     return *memory = (Memory){total, total - used, used}, SUCCESS;
@@ -55,7 +68,11 @@ EXPORT int nvmlDeviceGetMemoryInfo_v2(void *device, MemoryV2 *memory) {
     return *memory = (MemoryV2){memory->version, total, 0, total - used, used}, SUCCESS;
 }
 
-typedef struct { char short_id[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } PciInfo;
+typedef struct {
+    char short_id[16];
+    unsigned domain, bus, device, id, subsystem;
+    char bus_id[32];
+} PciInfo;
 EXPORT int nvmlDeviceGetPciInfo_v3(void *device, PciInfo *info) {
     *info = (PciInfo){.bus = index_of(device) + 1};
     snprintf(info->short_id, sizeof info->short_id, "0000:%02X:00.0", info->bus);
@@ -77,8 +94,12 @@ EXPORT int nvmlDeviceGetNumaNodeId(void *device, unsigned *node) { return NVML_N
 EXPORT int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending) { return NVML_NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *number) { return *number = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { return rates[0] = rates[1] = 0, SUCCESS; }
-EXPORT int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *number, void *list) { return *number = 0, SUCCESS; }
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *number, void *list) { return *number = 0, SUCCESS; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *number, void *list) {
+    return *number = 0, SUCCESS;
+}
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *number, void *list) {
+    return *number = 0, SUCCESS;
+}
 EXPORT int nvmlDeviceGetNvLinkState(void *device, unsigned link, int *active) { return *active = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetGpuFabricInfo(void *device, void *info) { return NVML_NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NVML_NOT_SUPPORTED; }

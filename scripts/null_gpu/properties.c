@@ -32,6 +32,6 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, in
         .managedMemory = 1,
         .pciBusID = physical_device(device) + 1,
     };
-    properties->uuid.bytes[3] = physical_device(device) + 1;  // as NVML writes it
+    properties->uuid.bytes[3] = physical_device(device) + 1; // as NVML writes it
     return cudaSuccess;
 }

@@ -2,7 +2,21 @@
 #include "nccl.h"
 #include <string.h>
 
-enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, NUM_TYPES };
+enum {
+    INT8,
+    UINT8,
+    INT32,
+    UINT32,
+    INT64,
+    UINT64,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    BFLOAT16,
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    NUM_TYPES
+};
 enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE };
 
 size_t type_bytes(int type) {
@@ -21,23 +35,27 @@ static bfloat16 to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     if (value != value) return 0x7fc0;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, to the even one of two
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16; // to the nearest, to the even one of two
 }
 
 #define SAME(value) (value)
-#define REDUCE(TYPE, WIDE, READ, WRITE)                                                          \
-    for (size_t index = 0; index < count; index++) {                                             \
-        WIDE total = READ(((TYPE *)inputs[0])[index]) * (WIDE)factor;                            \
-        for (int input = 1; input < num_inputs; input++) {                                       \
-            WIDE value = READ(((TYPE *)inputs[input])[index]) * (WIDE)factor;                    \
-            if (operation == PRODUCT) total *= value;                                            \
-            else if (operation == MAXIMUM) total = value > total ? value : total;                \
-            else if (operation == MINIMUM) total = value < total ? value : total;                \
-            else total += value;                                                                 \
-        }                                                                                        \
-        if (operation == AVERAGE) total /= num_inputs;                                           \
-        ((TYPE *)out)[index] = WRITE(total);                                                     \
-    }                                                                                            \
+#define REDUCE(TYPE, WIDE, READ, WRITE)                                                                                \
+    for (size_t index = 0; index < count; index++) {                                                                   \
+        WIDE total = READ(((TYPE *)inputs[0])[index]) * (WIDE)factor;                                                  \
+        for (int input = 1; input < num_inputs; input++) {                                                             \
+            WIDE value = READ(((TYPE *)inputs[input])[index]) * (WIDE)factor;                                          \
+            if (operation == PRODUCT)                                                                                  \
+                total *= value;                                                                                        \
+            else if (operation == MAXIMUM)                                                                             \
+                total = value > total ? value : total;                                                                 \
+            else if (operation == MINIMUM)                                                                             \
+                total = value < total ? value : total;                                                                 \
+            else                                                                                                       \
+                total += value;                                                                                        \
+        }                                                                                                              \
+        if (operation == AVERAGE) total /= num_inputs;                                                                 \
+        ((TYPE *)out)[index] = WRITE(total);                                                                           \
+    }                                                                                                                  \
     return true
 
 bool reduce(void *out, char *const inputs[], int num_inputs, size_t count, int type, int operation, double factor) {

@@ -34,7 +34,9 @@ EXPORT const char *cudaGetErrorString(int error) {
     }
     return "unknown error";
 }
-EXPORT const char *cudaGetErrorName(int error) { return error == OUT_OF_MEMORY ? "cudaErrorMemoryAllocation" : "cudaError"; }
+EXPORT const char *cudaGetErrorName(int error) {
+    return error == OUT_OF_MEMORY ? "cudaErrorMemoryAllocation" : "cudaError";
+}
 
 // Devices.
 EXPORT int cudaGetDeviceCount(int *devices) {
@@ -60,14 +62,18 @@ EXPORT int cudaRuntimeGetVersion(int *version) { return *version = 13000, SUCCES
 
 // Numbers of cudaDeviceAttr, and those of an H100 SXM; what is not listed is 0.
 static const int attributes[][2] = {
-    {1, 1024}, {2, 1024}, {3, 1024}, {4, 64},           // threads of a block, and by dimension
-    {5, 2147483647}, {6, 65535}, {7, 65535},            // blocks of a grid
-    {8, 49152}, {81, 233472}, {97, 232448},             // shared memory of a block, a multiprocessor, a block that asks
-    {10, 32}, {12, 65536}, {82, 65536},                 // warp, registers of a block and a multiprocessor
-    {13, 1980000}, {36, 2619000}, {37, 5120},           // kHz of the clock and the memory, bits of its bus
-    {16, 132}, {39, 2048}, {106, 32}, {111, 1024},      // multiprocessors, their threads and blocks, reserved shared memory
-    {31, 1}, {38, 50 << 20}, {40, 3}, {41, 1},          // concurrent kernels, L2 cache, copy engines, one address space
-    {75, 9}, {76, 0}, {83, 1}, {95, 1}, {102, 1},       // capability, managed, cooperative launch, virtual memory
+    {1, 1024},       {2, 1024},      {3, 1024},
+    {4, 64},                                       // threads of a block, and by dimension
+    {5, 2147483647}, {6, 65535},     {7, 65535},   // blocks of a grid
+    {8, 49152},      {81, 233472},   {97, 232448}, // shared memory of a block, a multiprocessor, a block that asks
+    {10, 32},        {12, 65536},    {82, 65536},  // warp, registers of a block and a multiprocessor
+    {13, 1980000},   {36, 2619000},  {37, 5120},   // kHz of the clock and the memory, bits of its bus
+    {16, 132},       {39, 2048},     {106, 32},
+    {111, 1024}, // multiprocessors, their threads and blocks, reserved shared memory
+    {31, 1},         {38, 50 << 20}, {40, 3},
+    {41, 1}, // concurrent kernels, L2 cache, copy engines, one address space
+    {75, 9},         {76, 0},        {83, 1},
+    {95, 1},         {102, 1}, // capability, managed, cooperative launch, virtual memory
 };
 int device_attribute(int attribute) {
     for (size_t index = 0; index < sizeof attributes / sizeof *attributes; index++)
@@ -83,7 +89,9 @@ EXPORT int cudaMalloc(void **pointer, size_t bytes) { return result(allocate(poi
 EXPORT int cudaMallocAsync(void **pointer, size_t bytes, void *stream) { return cudaMalloc(pointer, bytes); }
 EXPORT int cudaFree(void *pointer) { return result(release(pointer)); }
 EXPORT int cudaFreeAsync(void *pointer, void *stream) { return cudaFree(pointer); }
-EXPORT int cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) { return result(allocate(pointer, bytes, PINNED)); }
+EXPORT int cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+    return result(allocate(pointer, bytes, PINNED));
+}
 EXPORT int cudaMallocHost(void **pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
 EXPORT int cudaFreeHost(void *pointer) { return cudaFree(pointer); }
 EXPORT int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { return *device = host, SUCCESS; }
@@ -107,10 +115,14 @@ EXPORT int cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     return SUCCESS;
 }
 
-typedef struct { int type, device; void *device_pointer, *host_pointer; long reserved[8]; } PointerAttributes;
+typedef struct {
+    int type, device;
+    void *device_pointer, *host_pointer;
+    long reserved[8];
+} PointerAttributes;
 EXPORT int cudaPointerGetAttributes(PointerAttributes *attributes, const void *pointer) {
     Region region;
-    *attributes = (PointerAttributes){0};  // memory that CUDA does not know
+    *attributes = (PointerAttributes){0}; // memory that CUDA does not know
     if (!find(pointer, &region)) return SUCCESS;
     *attributes = (PointerAttributes){region.kind == PINNED ? 1 : 2, 0, (void *)pointer};
     if (region.kind == PINNED) attributes->host_pointer = (void *)pointer;
@@ -137,13 +149,13 @@ static int copy(void *to, const void *from, size_t bytes, bool blocking) {
 }
 EXPORT int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return copy(to, from, bytes, true); }
 EXPORT int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
-    return copy(to, from, bytes, false);  // from or to pageable memory it waits, whatever its name says
+    return copy(to, from, bytes, false); // from or to pageable memory it waits, whatever its name says
 }
 EXPORT int cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t bytes, void *stream) {
     return copy(to, from, bytes, false);
 }
-EXPORT int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                             int kind, void *stream) {
+EXPORT int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                             size_t height, int kind, void *stream) {
     count(COPIES, 1);
     count(COPIED_BYTES, width * height);
     if (pageable(to) || pageable(from)) count(BLOCKING_COPIES, 1);
@@ -173,7 +185,8 @@ EXPORT int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) { retu
 EXPORT int cudaStreamSynchronize(void *stream) { return count(STREAM_SYNCHRONIZES, 1), SUCCESS; }
 EXPORT int cudaDeviceSynchronize(void) { return count(DEVICE_SYNCHRONIZES, 1), SUCCESS; }
 EXPORT int cudaStreamIsCapturing(void *stream, int *status) { return *status = 0, SUCCESS; }
-EXPORT int cudaStreamGetCaptureInfo(void *stream, int *status, void *id, void *graph, void *nodes, void *edges, size_t *number) {
+EXPORT int cudaStreamGetCaptureInfo(void *stream, int *status, void *id, void *graph, void *nodes, void *edges,
+                                    size_t *number) {
     if (number) *number = 0;
     return *status = 0, SUCCESS;
 }
@@ -187,7 +200,9 @@ EXPORT int cudaEventQuery(void *event) { return SUCCESS; }
 EXPORT int cudaEventSynchronize(void *event) { return count(EVENT_SYNCHRONIZES, 1), SUCCESS; }
 EXPORT int cudaEventElapsedTime(float *milliseconds, void *start, void *end) { return *milliseconds = 1, SUCCESS; }
 EXPORT int cudaIpcGetEventHandle(void *handle, void *event) { return memset(handle, 0, 64), SUCCESS; }
-typedef struct { char bytes[64]; } IpcEventHandle;
+typedef struct {
+    char bytes[64];
+} IpcEventHandle;
 EXPORT int cudaIpcOpenEventHandle(void **event, IpcEventHandle handle) { return new_handle(event); }
 
 EXPORT int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *argument) {
@@ -201,12 +216,15 @@ EXPORT int cudaProfilerStop(void) { return SUCCESS; }
 EXPORT int cudaDeviceReset(void) { return SUCCESS; }
 
 // Kernels. A library registers each with its name when it is loaded.
-static struct Kernel { const void *function; const char *name; } *kernels;
+static struct Kernel {
+    const void *function;
+    const char *name;
+} *kernels;
 static size_t num_kernels, room_for_kernels;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
-EXPORT void __cudaRegisterFunction(void **library, const void *function, char *device_function, const char *name, int limit,
-                                   void *thread, void *block, void *block_size, void *grid_size, int *warp) {
+EXPORT void __cudaRegisterFunction(void **library, const void *function, char *device_function, const char *name,
+                                   int limit, void *thread, void *block, void *block_size, void *grid_size, int *warp) {
     pthread_mutex_lock(&mutex);
     if (num_kernels == room_for_kernels) {
         room_for_kernels = room_for_kernels ? 2 * room_for_kernels : 4096;
@@ -221,8 +239,8 @@ EXPORT void **__cudaRegisterFatBinary(void *binary) {
 }
 EXPORT void __cudaRegisterFatBinaryEnd(void **library) {}
 EXPORT void __cudaUnregisterFatBinary(void **library) {}
-EXPORT void __cudaRegisterVar(void **library, char *variable, char *address, const char *name, int external, size_t size,
-                              int constant, int global) {}
+EXPORT void __cudaRegisterVar(void **library, char *variable, char *address, const char *name, int external,
+                              size_t size, int constant, int global) {}
 EXPORT char __cudaInitModule(void **library) { return 0; }
 EXPORT int __cudaGetKernel(void **kernel, const void *function) { return *kernel = (void *)function, SUCCESS; }
 EXPORT int cudaGetSymbolAddress(void **address, const void *symbol) {
@@ -242,14 +260,20 @@ static int launch(const void *function) {
     fprintf(stderr, "null GPU: the kernel %s was launched, which nothing answers with numbers.\n", name);
     return result(INVALID_KERNEL);
 }
-typedef struct { unsigned x, y, z; } Size;
-EXPORT int cudaLaunchKernel(const void *function, Size grid, Size block, void **arguments, size_t shared, void *stream) {
+typedef struct {
+    unsigned x, y, z;
+} Size;
+EXPORT int cudaLaunchKernel(const void *function, Size grid, Size block, void **arguments, size_t shared,
+                            void *stream) {
     return launch(function);
 }
-EXPORT int __cudaLaunchKernel(const void *function, Size grid, Size block, void **arguments, size_t shared, void *stream) {
+EXPORT int __cudaLaunchKernel(const void *function, Size grid, Size block, void **arguments, size_t shared,
+                              void *stream) {
     return launch(function);
 }
-EXPORT int cudaLaunchKernelExC(const void *configuration, const void *function, void **arguments) { return launch(function); }
+EXPORT int cudaLaunchKernelExC(const void *configuration, const void *function, void **arguments) {
+    return launch(function);
+}
 EXPORT int cudaLaunchCooperativeKernel(const void *function, Size grid, Size block, void **arguments, size_t shared,
                                        void *stream) {
     return launch(function);
@@ -271,7 +295,8 @@ EXPORT int cudaFuncGetAttributes(FunctionAttributes *attributes, const void *fun
     return SUCCESS;
 }
 EXPORT int cudaFuncSetAttribute(const void *function, int attribute, int value) { return SUCCESS; }
-EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared) {
+EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads,
+                                                         size_t shared) {
     return *blocks = 2, SUCCESS;
 }
 EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads,

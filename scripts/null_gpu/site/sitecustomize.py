@@ -8,33 +8,43 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
-# What answers the kernels of a module.
-ANSWERS = {
-    "torch": "null_gpu_kernels",
-    "vllm._custom_ops": "null_gpu_vllm",
-    "vllm.vllm_flash_attn.flash_attn_interface": "null_gpu_vllm_attention",
+
+def _answer_with(name: str) -> Callable[[ModuleType], None]:
+    return lambda module: importlib.import_module(name).install()
+
+
+# What is done once a module has been imported.
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _answer_with("null_gpu_kernels"),
+    "vllm._custom_ops": _answer_with("null_gpu_vllm"),
+    "vllm.vllm_flash_attn.flash_attn_interface": _answer_with("null_gpu_vllm_attention"),
 }
 
 
-class _AnswerAfterImport(importlib.abc.MetaPathFinder):
+class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in ANSWERS else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in AFTER else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_answer(module: ModuleType) -> None:
+        def execute_and_more(module: ModuleType) -> None:
             execute(module)
-            importlib.import_module(ANSWERS[name]).install()
+            AFTER[name](module)
 
-        spec.loader.exec_module = execute_and_answer
+        spec.loader.exec_module = execute_and_more
         return spec
 
 
 if os.environ.get("NULL_GPU_NUMBERS") == "1":
-    sys.meta_path.insert(0, _AnswerAfterImport())
+    if control := os.environ.get("NULL_GPU_CONTROL"):
+        from null_gpu_controls import CONTROLS
+
+        module, fault = CONTROLS[control]
+        AFTER[module] = fault
+    sys.meta_path.insert(0, _AfterImport())

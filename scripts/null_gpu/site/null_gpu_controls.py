@@ -1,0 +1,64 @@
+"""Faults that a rehearsal has to find: NULL_GPU_CONTROL names the one that the processes of a run make.
+
+Each changes one thing in a module of the project or of vLLM, right after the module was imported.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+HELD_BYTES = 1_000_000_000
+_HOLD = """
+import ctypes, sys, time
+error = ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(int(sys.argv[1])))
+print(error, flush=True)
+time.sleep(600)
+"""
+
+
+def flipped_weight(weight_sync: ModuleType) -> None:
+    """A value of each bucket changes its sign after it was packed."""
+    pack_bucket = weight_sync._pack_bucket
+
+    def flip(*arguments: Any) -> Any:
+        bucket = pack_bucket(*arguments)
+        bucket.data[3:4] ^= 0x80  # the sign of the first float32, or of the second bfloat16
+        return bucket
+
+    weight_sync._pack_bucket = flip
+
+
+def wrong_device(packing: ModuleType) -> None:
+    """The labels of a packed batch lie on the CPU."""
+    pack = packing.pack
+    packing.pack = lambda rows: dataclasses.replace(batch := pack(rows), labels=batch.labels.cpu())
+
+
+def memory_of_another(gpu_worker: ModuleType) -> None:
+    """Another process holds memory of the device when vLLM first measures what is free, and ends while it profiles."""
+    worker = gpu_worker.Worker
+    init_device, profile = worker.init_device, worker.determine_available_memory
+
+    def init_beside_a_holder(self: Any) -> None:
+        command = [sys.executable, "-c", _HOLD, str(HELD_BYTES)]
+        self.holder = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ)
+        assert self.holder.stdout.readline() == b"0\n", "the other process got no memory"
+        init_device(self)
+
+    def profile_while_the_holder_ends(self: Any) -> int:
+        self.holder.send_signal(signal.SIGKILL)
+        self.holder.wait(60)
+        return profile(self)
+
+    worker.init_device, worker.determine_available_memory = init_beside_a_holder, profile_while_the_holder_ends
+
+
+CONTROLS = {
+    "flipped_weight": ("verl_like.workers.weight_sync", flipped_weight),
+    "wrong_device": ("verl_like.workers.models.packing", wrong_device),
+    "memory_of_another": ("vllm.v1.worker.gpu_worker", memory_of_another),
+}
