@@ -102,7 +102,7 @@ RUNS = (
         "too_large",
         "control: more memory than the device has",
         gpu_bytes=5_000_000,
-        refused_with="CUDA out of memory",
+        refused_with="for want of device memory",
     ),
     sft(
         "wrong_device",

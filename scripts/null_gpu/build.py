@@ -1,9 +1,8 @@
 """Builds the null GPU: `python scripts/null_gpu/build.py OUT [SITE_PACKAGES]`.
 
-OUT/libcudart.so.13 stands for the CUDA runtime, whose name it has, and where it is preloaded for cuBLAS and NCCL; by
-two other names, which OUT in LD_LIBRARY_PATH finds, for the driver and NVML. With the site-packages of an environment
-that has torch's CUDA build, each CUDA function that a library there asks for and that no source here answers becomes a
-stub.
+OUT/libnullgpu.so stands for the CUDA runtime, cuBLAS and NCCL where it is preloaded, and by two other names, which
+OUT in LD_LIBRARY_PATH finds, for the driver and NVML. With the site-packages of an environment that has torch's CUDA
+build, each CUDA function that a library there asks for and that no source here answers becomes a stub.
 """
 
 import re
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIBRARY = "libcudart.so.13"
+LIBRARY = "libnullgpu.so"
 ANSWERED = re.compile(r"(__cuda|cuda|cu[A-Z]|cublas|nccl|nvml)\w+")
 # cuBLAS is created with a context, and torch reads these of the handle; all else that it does are kernels.
 HARMLESS = re.compile(
@@ -81,12 +80,12 @@ def _asked(site_packages: Path) -> set[str]:
     """The CUDA functions that the libraries ask for, except NVIDIA's own, of which each knows the others.
 
     The whole runtime is among them, since the null GPU stands in its place, and what torch looks up by name when it
-    needs it: strings of its library.
+    needs it, which are strings of its library.
     """
     libraries = [path for path in site_packages.rglob("*.so*") if path.is_file() and "nvidia" not in path.parts]
     asked = set().union(*(_symbols(library, "--undefined-only") for library in libraries))
     texts = (site_packages / "torch/lib/libc10_cuda.so").read_bytes().split(b"\0")
-    asked |= _symbols(site_packages / "nvidia/cu13/lib" / LIBRARY, "--defined-only")
+    asked |= _symbols(site_packages / "nvidia/cu13/lib/libcudart.so.13", "--defined-only")
     asked |= {text.decode() for text in texts if re.fullmatch(rb"(nvml|cu)[A-Z]\w+", text)}
     return {symbol for symbol in asked if ANSWERED.fullmatch(symbol)}
 

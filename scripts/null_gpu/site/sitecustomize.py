@@ -16,10 +16,16 @@ def _answer_with(name: str) -> Callable[[ModuleType], None]:
     return lambda module: importlib.import_module(name).install()
 
 
+def _runtime_is_the_null_gpu(cuda_wrapper: ModuleType) -> None:
+    """vLLM calls the runtime by ctypes, and would find NVIDIA's among the files that torch has loaded."""
+    cuda_wrapper.find_loaded_library = lambda name: "libcuda.so.1"
+
+
 # What is done once a module has been imported.
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": _answer_with("null_gpu_kernels"),
     "vllm._custom_ops": _answer_with("null_gpu_vllm"),
+    "vllm.distributed.device_communicators.cuda_wrapper": _runtime_is_the_null_gpu,
     "vllm.vllm_flash_attn.flash_attn_interface": _answer_with("null_gpu_vllm_attention"),
 }
 
