@@ -60,31 +60,47 @@ def build_null_gpu() -> None:
     stamp, wanted = NULL_GPU / "built", hashlib.sha256(state).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
         print("Building the null GPU: about a minute ...", flush=True)
+        shutil.rmtree(NULL_GPU, ignore_errors=True)
         (site_packages,) = (GPU_ENV / ".venv/lib").glob("python*/site-packages")
         build(NULL_GPU, site_packages)
         stamp.write_text(wanted)
+
+
+def check_kernels() -> None:
+    """Whether the numbers that kernels give are the CPU's, before runs are judged by them."""
+    variables = _on_null_gpus(f"check_{os.getpid()}", 1, 1_000_000_000)
+    subprocess.run([PYTHON, ROOT / "scripts/null_gpu/check_kernels.py"], check=True, env=variables, timeout=600)
+    forget_devices(f"check_{os.getpid()}")
 
 
 def make_toy_world() -> None:
     if not (WORK / ".toy_world/world.json").exists():
         WORK.mkdir(parents=True, exist_ok=True)
         command = [PYTHON, ROOT / "examples/split_placement/make_toy_world.py", "--out", WORK / ".toy_world"]
-        subprocess.run(command, check=True, cwd=WORK, env=_environment(), timeout=3600)
+        subprocess.run(command, check=True, cwd=WORK, env=_without_gpus(), timeout=3600)
 
 
-def _environment(run: Run | None = None) -> dict[str, str]:
-    """Of a process: on the null GPU for a run, else without any GPU."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if run is None:
-        return variables
-    variables |= environment(NULL_GPU, name=_device_name(run), count=run.num_gpus, size=run.gpu_bytes)
-    variables |= {
-        "PYTHONPATH": f"{ROOT}/scripts/null_gpu/site:{ROOT}",
-        "NULL_GPU_NUMBERS": "1",
-        "NULL_GPU_CONTROL": run.control,
-        "TRITON_INTERPRET": "1",
-        "VLLM_NCCL_SO_PATH": str(NULL_GPU / LIBRARY),
-    }
+def _without_gpus() -> dict[str, str]:
+    """The environment of a process of the CUDA build that has no GPU."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _on_null_gpus(name: str, count: int, size: int) -> dict[str, str]:
+    """The environment of a process whose GPUs are null, and have numbers."""
+    return (
+        _without_gpus()
+        | environment(NULL_GPU, name=name, count=count, size=size)
+        | {
+            "PYTHONPATH": f"{ROOT}/scripts/null_gpu/site:{ROOT}",
+            "NULL_GPU_NUMBERS": "1",
+            "TRITON_INTERPRET": "1",
+            "VLLM_NCCL_SO_PATH": str(NULL_GPU / LIBRARY),
+        }
+    )
+
+
+def _environment(run: Run) -> dict[str, str]:
+    variables = _on_null_gpus(_device_name(run), run.num_gpus, run.gpu_bytes) | {"NULL_GPU_CONTROL": run.control}
     # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs the cache.
     return variables | ({} if run.caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
@@ -99,7 +115,7 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, float]:
     folder.mkdir(parents=True)
     (folder / ".toy_world").symlink_to(WORK / ".toy_world")
     command = [PYTHON, "-m", run.module, *run.arguments(ROOT, device), f"trainer.default_local_dir={folder}/runs"]
-    variables = _environment(run if device == "cuda" else None)
+    variables = _environment(run) if device == "cuda" else _without_gpus()
     began = time.monotonic()
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True)
@@ -111,9 +127,13 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, float]:
             if process.poll() is None:  # its Ray and workers are of its session
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(60)
-    for file in Path("/dev/shm").glob(f"null_gpu.{_device_name(run)}.*"):
-        file.unlink()
+    forget_devices(_device_name(run))
     return code, time.monotonic() - began
+
+
+def forget_devices(name: str) -> None:
+    for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
+        file.unlink()
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -168,6 +188,7 @@ def main() -> None:
     began = time.monotonic()
     make_environment()
     build_null_gpu()
+    check_kernels()
     make_toy_world()
     for cpu_folder in WORK.glob("*_cpu"):
         shutil.rmtree(cpu_folder)

@@ -1,0 +1,97 @@
+"""Whether numbers on the null GPU are those of the CPU: run by `make gpu-rehearsal` in a process that has one."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+
+def a_network_trains_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    here = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.LayerNorm(9), torch.nn.GELU(), torch.nn.Linear(9, 4))
+    there = copy.deepcopy(here).cuda()
+    inputs, labels = torch.randn(5, 7), torch.arange(5) % 4
+    for model, device in ((here, "cpu"), (there, "cuda")):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    for own, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert other.is_cuda
+        torch.testing.assert_close(other.cpu(), own)
+
+
+def attention_over_packed_sequences_is_dense_attention_of_each() -> None:
+    torch.manual_seed(0)
+    shapes = ((10, 4, 8), (10, 2, 8), (10, 2, 8))
+    packed = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for shape in shapes]
+    starts = torch.tensor([0, 4, 10], dtype=torch.int32, device="cuda")
+    out = varlen_attn(*packed, starts, starts, 6, 6, window_size=(-1, 0), enable_gqa=True)
+    grad = torch.randn(10, 4, 8, dtype=torch.bfloat16)
+    out.backward(grad.cuda())
+    plain = [tensor.detach().cpu().float().requires_grad_() for tensor in packed]
+    parts = [[tensor[rows].transpose(0, 1) for tensor in plain] for rows in (slice(0, 4), slice(4, 10))]
+    dense = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1) for part in parts]
+    torch.cat(dense).backward(grad.float())
+    torch.testing.assert_close(out.cpu().float(), torch.cat(dense), atol=2e-2, rtol=2e-2)
+    for own, other in zip(packed, plain, strict=True):
+        torch.testing.assert_close(own.grad.cpu().float(), other.grad, atol=2e-2, rtol=2e-2)
+
+
+def random_numbers_follow_the_seed_and_the_state() -> None:
+    torch.cuda.manual_seed(1)
+    first, second = torch.rand(8, device="cuda"), torch.rand(8, device="cuda")
+    assert not torch.equal(first, second)
+    torch.cuda.manual_seed(1)
+    assert torch.equal(torch.rand(8, device="cuda"), first)
+    state = torch.cuda.get_rng_state()
+    third = torch.randint(1000, (8,), device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randint(1000, (8,), device="cuda"), third)
+
+
+def results_lie_on_the_device_and_outputs_are_resized() -> None:
+    out = torch.empty(0, device="cuda")
+    torch.add(torch.ones(3, device="cuda"), 1, out=out)
+    assert out.tolist() == [2, 2, 2]
+    values, order = torch.tensor([3.0, 1.0], device="cuda").sort()
+    assert values.is_cuda and (values.tolist(), order.tolist()) == ([1, 3], [1, 0])
+    view = torch.arange(6, device="cuda").view(2, 3)[:, 1:]
+    view += 10  # in place, of a part
+    assert view._base.flatten().tolist() == [0, 11, 12, 3, 14, 15]
+
+
+def tensors_on_different_devices_are_refused() -> None:
+    try:
+        torch.ones(3, device="cuda") + torch.ones(3)
+    except RuntimeError as error:
+        assert "Expected all tensors to be on the same device" in str(error)
+    else:
+        raise AssertionError("a CUDA tensor and a CPU tensor were added")
+    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number is no tensor of a device
+
+
+def a_kernel_without_an_answer_is_refused() -> None:
+    try:
+        torch.fft.fft(torch.ones(4, device="cuda"))
+    except RuntimeError:
+        return
+    raise AssertionError("a Fourier transform ran, which nothing answers")
+
+
+CHECKS = (
+    a_network_trains_as_on_the_cpu,
+    attention_over_packed_sequences_is_dense_attention_of_each,
+    random_numbers_follow_the_seed_and_the_state,
+    results_lie_on_the_device_and_outputs_are_resized,
+    tensors_on_different_devices_are_refused,
+    a_kernel_without_an_answer_is_refused,
+)
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check()
+    print(f"{len(CHECKS)} checks of the kernels hold")
