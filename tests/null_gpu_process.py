@@ -25,6 +25,10 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char * 128)]
 
 
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+
+
 def pack(values: list[float], dtype: str) -> bytes:
     if dtype == "bfloat16":
         return b"".join(struct.pack("<f", value)[2:] for value in values)
@@ -57,6 +61,49 @@ class Gpu:
 
     def used(self, device: int) -> int:
         return self.cuda.null_gpu_used(device)
+
+    def nvml_used(self, device: int) -> int:
+        handle, memory = ctypes.c_void_p(), (ctypes.c_uint64 * 3)()  # total, free, used
+        self.cuda.nvmlDeviceGetHandleByIndex_v2(device, ctypes.byref(handle))
+        assert self.cuda.nvmlDeviceGetMemoryInfo(handle, memory) == 0
+        return memory[2]
+
+    def reserve_and_map(self, size: int) -> tuple[int, int]:
+        """Virtual memory with a byte written into it: the error, and what is held; `unmap` gives it back."""
+        self.address, self.handle = ctypes.c_uint64(), ctypes.c_void_p()
+        properties = (ctypes.c_int * 8)(1, 0, 1, 0)  # pinned, no handle type, on a device, which is 0
+        self.cuda.cuMemAddressReserve(ctypes.byref(self.address), ctypes.c_size_t(size), ctypes.c_size_t(0), 0, 0)
+        error = self.cuda.cuMemCreate(ctypes.byref(self.handle), ctypes.c_size_t(size), properties, ctypes.c_uint64(0))
+        if not error:
+            self.cuda.cuMemMap(self.address, ctypes.c_size_t(size), ctypes.c_size_t(0), self.handle, ctypes.c_uint64(0))
+            ctypes.memset(self.address.value, 7, 1)
+        return error, self.used(0)
+
+    def unmap(self, size: int) -> int:
+        self.cuda.cuMemUnmap(self.address, ctypes.c_size_t(size))
+        self.cuda.cuMemRelease(self.handle)
+        return self.used(0)
+
+    def export(self, data: bytes) -> bytes:
+        """The IPC handle of new memory that has these bytes."""
+        self.malloc(len(data))
+        self.cuda.cudaMemcpy(self.pointers[-1], data, ctypes.c_size_t(len(data)), 1)
+        handle = ctypes.create_string_buffer(64)
+        assert self.cuda.cudaIpcGetMemHandle(handle, self.pointers[-1]) == 0
+        return handle.raw
+
+    def read(self, size: int) -> bytes:
+        return ctypes.string_at(self.pointers[-1], size)
+
+    def write_into(self, handle: bytes, data: bytes) -> tuple[int, bytes]:
+        """Writes into memory of another process, after reading what is there: the error, and what was there."""
+        pointer = ctypes.c_void_p()
+        error = self.cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), 0)
+        if error:
+            return error, b""
+        before = ctypes.string_at(pointer, len(data))
+        ctypes.memmove(pointer, data, len(data))
+        return self.cuda.cudaIpcCloseMemHandle(pointer), before
 
     def count(self, name: str) -> int:
         return self.cuda.null_gpu_count(name.encode())

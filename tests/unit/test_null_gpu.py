@@ -11,7 +11,7 @@ from null_gpu_process import AVERAGE, MAXIMUM, MINIMUM, PRODUCT, SUM, TYPES, Gpu
 from scripts.null_gpu.build import build
 
 SIZE = 1_000_000
-OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_DEVICE = 2, 3, 101
+OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_DEVICE, MAPPING_FAILED = 2, 3, 101, 205
 INVALID_USAGE, REMOTE_ERROR = 5, 6
 Start = Callable[..., GpuProcess]
 
@@ -68,6 +68,7 @@ def test_a_process_that_sees_device_1_alone_counts_on_device_1(start: Start):
     alone = start(CUDA_VISIBLE_DEVICES="1")
     assert alone.call("malloc", 300_000) == 0
     assert [alone.call("used", device) for device in (0, 1)] == [0, 300_000]
+    assert [alone.call("nvml_used", device) for device in (0, 1)] == [0, 300_000]  # which shows all devices
     assert alone.call("set_device", 1) == INVALID_DEVICE  # its device 0 is the only one
 
 
@@ -82,6 +83,23 @@ def test_a_process_that_was_forked_after_the_first_use_has_no_device(start: Star
     process = start()
     assert process.call("malloc", 1) == 0
     assert process.call("malloc_in_a_fork") == NOT_INITIALIZED
+
+
+def test_virtual_memory_counts_while_it_is_mapped_and_no_more_than_there_is(start: Start):
+    process = start()
+    assert process.call("reserve_and_map", 600_000) == (0, 600_000)
+    assert process.call("unmap", 600_000) == 0
+    assert process.call("reserve_and_map", SIZE + 1) == (OUT_OF_MEMORY, 0)
+
+
+def test_a_process_reads_and_writes_memory_that_another_exported_and_counts_it_once(start: Start):
+    owner, guest = start(), start()
+    handle = owner.call("export", b"weights")
+    assert guest.call("write_into", handle, b"version") == (0, b"weights")
+    assert owner.call("read", 7) == b"version"
+    assert guest.call("used", 0) == 7
+    owner.kill()
+    assert guest.call("write_into", handle, b"version")[0] == MAPPING_FAILED
 
 
 def test_synchronisations_and_copies_that_wait_are_counted(start: Start):
