@@ -133,10 +133,10 @@ RUNS = (
     ),
     ppo(
         "flipped_weight",
-        "control: weights flipped on the way to the engine",
+        "control: one weight changes its sign on the way to the engine",
         "actor_rollout_ref.rollout.name=hf",
         control="flipped_weight",
-        refused_with="did not arrive",
+        refused_with="changed on their way",
     ),
     ppo(
         "memory_of_another",
