@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from scripts.gpu_rehearsal_runs import DRIFT_METRIC, RUNS, Run  # noqa: E402
-from scripts.null_gpu.build import LIBRARY, build, environment  # noqa: E402
+from scripts.null_gpu.build import LIBRARY, build, environment, require_compiler  # noqa: E402
 
 BUILD = ROOT / "build"
 GPU_ENV, NULL_GPU, WORK = BUILD / "gpu_env", BUILD / "null_gpu", BUILD / "gpu_rehearsal"
@@ -186,6 +186,10 @@ def main() -> None:
     if not chosen:
         sys.exit(f"No run is called {' or '.join(patterns)}; there are {', '.join(run.name for run in RUNS)}.")
     began = time.monotonic()
+    try:
+        require_compiler()
+    except RuntimeError as missing:
+        sys.exit(str(missing))
     make_environment()
     build_null_gpu()
     check_kernels()

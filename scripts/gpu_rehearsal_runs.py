@@ -88,6 +88,14 @@ RUNS = (
         num_ranks=2,
         reference="sft",
     ),
+    sft(
+        "sft_ulysses",
+        "fine-tuning, two ranks that share each sequence",
+        "model.ulysses_sequence_parallel_size=2",
+        num_ranks=2,
+        reference="sft",
+    ),
+    sft("sft_lora", "fine-tuning of an adapter, one rank", "model.lora_rank=8"),
     ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),
     ppo("ppo_split_vllm", "PPO split, vLLM"),
     detached("detached_vllm", "detached, one maker and one trainer, vLLM"),
@@ -122,8 +130,9 @@ RUNS = (
     sft(
         "too_large",
         "control: more memory than the device has",
-        gpu_bytes=5_000_000,
-        refused_with="for want of device memory",
+        gpu_bytes=12_000_000,
+        caches_memory=True,
+        refused_with="CUDA out of memory",
     ),
     sft(
         "wrong_device",

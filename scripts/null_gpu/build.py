@@ -20,10 +20,15 @@ HARMLESS = re.compile(
 )
 
 
-def build(out: Path, site_packages: Path | None = None) -> Path:
-    """The library's path in `out`, which is made; RuntimeError says what is missing or what gcc answered."""
+def require_compiler() -> None:
+    """RuntimeError where there is none."""
     if not shutil.which("gcc") or not shutil.which("nm"):
         raise RuntimeError("The null GPU is C, which gcc builds: install gcc and binutils.")
+
+
+def build(out: Path, site_packages: Path | None = None) -> Path:
+    """The library's path in `out`, which is made; RuntimeError says what is missing or what gcc answered."""
+    require_compiler()
     out.mkdir(parents=True, exist_ok=True)
     sources = [path for path in sorted(HERE.glob("*.c")) if path.name != "properties.c"]
     include = []
