@@ -91,14 +91,18 @@ RUNS = (
     sft(
         "sft_ulysses",
         "fine-tuning, two ranks that share each sequence",
-        "model.ulysses_sequence_parallel_size=2",
+        "training.ulysses_sequence_parallel_size=2",
         num_ranks=2,
         reference="sft",
     ),
     sft("sft_lora", "fine-tuning of an adapter, one rank", "model.lora_rank=8"),
     ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),
     ppo("ppo_split_vllm", "PPO split, vLLM"),
-    detached("detached_vllm", "detached, one maker and one trainer, vLLM"),
+    detached(
+        "detached_vllm",
+        "detached, one maker and one trainer, vLLM",
+        "algorithm.rollout_correction.bypass_mode=false",  # so that the trainer's probabilities are compared
+    ),
     ppo(
         "ppo_colocated_ipc",
         "PPO colocated on two ranks, vLLM that sleeps, CUDA IPC",
