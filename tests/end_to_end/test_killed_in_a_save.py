@@ -87,12 +87,17 @@ def killed_at_each(parent: Path, *arguments: str) -> tuple[list[str], list[str]]
     return operations, restored
 
 
+def number_until(operations: list[str], last: str) -> int:
+    """How many kills there were up to that at an operation, which two may be: threads differ in who is first."""
+    return len(operations) - operations[::-1].index(last)
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_at_any_operation_of_a_save_is_continued_bit_for_bit(tmp_path: Path, model_path: str):
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "2")
     # It is the second step's checkpoint that counts as soon as its folder has its name.
-    named = operations.index("os.rename global_step_2.partial") + 1
+    named = number_until(operations, "os.rename global_step_2.partial")
     assert restored == ["1"] * named + ["2"] * (len(restored) - named)
     assert named > 20 and len(restored) - named > 5, list(zip(operations, restored, strict=True))
     for run_dir in tmp_path.glob("[0-9]*/runs/2*"):
@@ -105,9 +110,9 @@ def test_a_run_that_is_killed_at_any_operation_of_its_last_save_is_continued_or_
     tmp_path: Path, model_path: str
 ):
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "3")
-    named = operations.index("os.rename global_step_3.partial") + 1
+    named = number_until(operations, "os.rename global_step_3.partial")
     # Then the row of the step is written, after which the manifest is without it: the run is complete.
-    complete = len(operations) - operations[::-1].index("os.rename manifest.json.partial")
+    complete = number_until(operations, "os.rename manifest.json.partial")
     assert restored == ["2"] * named + ["3"] * (complete - named) + ["None"] * (len(restored) - complete)
     assert complete - named > 2, operations
     assert "os.mkdir huggingface" in operations[:named], operations
