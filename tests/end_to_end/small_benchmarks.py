@@ -32,7 +32,7 @@ def run_small(name: str, **variables: str) -> None:
     result.unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCHMARK_SIZE": "small"} | variables
     command = [sys.executable, "-m", f"benchmarks.{name}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     if name not in WITHOUT_A_SIDE_OF_OURS:
         contents = json.loads(result.read_text())
