@@ -1,5 +1,6 @@
 """An engine that has the actor's weights and computes another model is found before the first step."""
 
+import inspect
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer import engine_check
-from verl_like.trainer.detached import comparisons, maker_holder
+from verl_like.trainer.detached import comparisons
 from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.engine_check import EngineMismatch
@@ -192,13 +193,15 @@ def test_a_maker_compares_its_replicas_and_its_copy_with_the_first_trainers_acto
         asked.append((name, method, own, version))
         return engine_check.log_probs_of(actor, drawn) if version == trainers_version else None
 
-    monkeypatch.setattr(maker_holder, "ask", score_greedy)
     copy = local_group(ActorCopyWorker, config)
     groups = {"rollout": replicas(config, exports), "actor": copy}
     own = {"name": "maker_1", "trainer_names": ["trainer_0", "trainer_1"], "recorder": SideRecorder("maker_1")}
     whole = config_of("algorithm.adv_estimator=grpo").model_copy(update={"actor_rollout_ref": config})
     run = SimpleNamespace(groups=groups, train_dataset=FirstPrompts())
     holder = maker(config=whole, run=run, version=0, is_compared=False, **own)
+    # Ray wraps the methods of an actor, and after a run in this process they may have globals of their own.
+    wrapped = inspect.getclosurevars(type(holder).compare_engines).nonlocals["method"]
+    monkeypatch.setitem(wrapped.__globals__, "ask", score_greedy)
     holder.compare_engines()
     assert not holder.is_compared  # the trainer has other weights
     holder.version = 1
