@@ -112,13 +112,18 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(online: Callable, monkeypa
         assert "nor one that http://127.0.0.1" in refusal(Path("someone/nothing-like-this"))
 
 
-def test_a_model_of_the_cache_needs_no_hub(online: Callable, model: Path, tmp_path: Path):
-    online("http://127.0.0.1:1")
-    cached = tmp_path / "cache/models--someone--cached"
+def put_into_the_cache(cache: Path, file: str, text: str) -> None:
+    """A file of the model `someone/cached`, where the hub's library looks for one that it has downloaded."""
+    cached = cache / "models--someone--cached"
     (cached / "snapshots/abc").mkdir(parents=True)
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("abc")
-    (cached / "snapshots/abc/config.json").write_text((model / "config.json").read_text())
+    (cached / "snapshots/abc" / file).write_text(text)
+
+
+def test_a_model_of_the_cache_needs_no_hub(online: Callable, model: Path, tmp_path: Path):
+    online("http://127.0.0.1:1")
+    put_into_the_cache(tmp_path / "cache", "config.json", (model / "config.json").read_text())
     hub.require_hub_model("someone/cached", "the model")
     with pytest.raises(ValueError, match="the model: neither a folder"):
         hub.require_hub_model("someone/other", "the model")
@@ -134,11 +139,7 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_refused_without_a_wait(online
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_of_the_cache_needs_no_hub_whichever_files_it_has(online: Callable, tmp_path: Path, file: str):
     online("http://127.0.0.1:1")
-    cached = tmp_path / "cache/models--someone--cached"
-    (cached / "snapshots/abc").mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs/main").write_text("abc")
-    (cached / "snapshots/abc" / file).write_text("{}")
+    put_into_the_cache(tmp_path / "cache", file, "{}")
     hub.require_hub_model("someone/cached", "the tokenizer", "tokenizer.json", "tokenizer_config.json")
     with pytest.raises(ValueError, match="the model: neither a folder"):
         hub.require_hub_model("someone/cached", "the model")
