@@ -4,9 +4,13 @@
 an empty folder it installs the GPU environment of scripts/environment.sh in build/gpu_env (9 GB, kept while the lock is
 the same), builds the null GPU (scripts/null_gpu), makes the toy world, does each run of `RUNS` and writes the table to
 build/gpu_rehearsal/table.md. It ends with an error if a run is not as it has to be.
+
+On a machine with GPUs, `python scripts/gpu_rehearsal.py --on-gpu` does the same runs on them, with the Python that it
+is called by: those that need no more GPUs than there are, nor a package that is not installed, and no control.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -26,7 +30,8 @@ from scripts.null_gpu.build import LIBRARY, build, environment, require_compiler
 
 BUILD = ROOT / "build"
 GPU_ENV, NULL_GPU, WORK = BUILD / "gpu_env", BUILD / "null_gpu", BUILD / "gpu_rehearsal"
-PYTHON = GPU_ENV / ".venv/bin/python"
+ON_GPU = "--on-gpu" in sys.argv
+PYTHON = Path(sys.executable) if ON_GPU else GPU_ENV / ".venv/bin/python"
 LOSS_DIFFERENCE = 1e-3  # of a step's loss, from the same run on the CPU
 DRIFT = 2e-3  # mean difference of the probabilities of engine and trainer
 
@@ -73,22 +78,23 @@ def check_kernels() -> None:
     forget_devices(f"check_{os.getpid()}")
 
 
-def make_toy_world() -> None:
-    if not (WORK / ".toy_world/world.json").exists():
+def make_data() -> None:
+    if not (WORK / ".toy_world/walks/walks.jsonl").exists():
         WORK.mkdir(parents=True, exist_ok=True)
-        command = [PYTHON, ROOT / "examples/split_placement/make_toy_world.py", "--out", WORK / ".toy_world"]
-        subprocess.run(command, check=True, cwd=WORK, env=_without_gpus(), timeout=3600)
+        command = [PYTHON, ROOT / "scripts/gpu_rehearsal_data.py", WORK]
+        subprocess.run(command, check=True, cwd=WORK, env=_common(), timeout=3600)
 
 
-def _without_gpus() -> dict[str, str]:
-    """The environment of a process of the CUDA build that has no GPU."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def _common() -> dict[str, str]:
+    """The environment of a process that has the GPUs of this machine, of which the null GPU's has none."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if ON_GPU else None]))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _on_null_gpus(name: str, count: int, size: int) -> dict[str, str]:
     """The environment of a process whose GPUs are null, and have numbers."""
     return (
-        _without_gpus()
+        _common()
         | environment(NULL_GPU, name=name, count=count, size=size)
         | {
             "PYTHONPATH": f"{ROOT}/scripts/null_gpu/site:{ROOT}",
@@ -100,6 +106,8 @@ def _on_null_gpus(name: str, count: int, size: int) -> dict[str, str]:
 
 
 def _environment(run: Run) -> dict[str, str]:
+    if ON_GPU:
+        return _common()
     variables = _on_null_gpus(_device_name(run), run.num_gpus, run.gpu_bytes) | {"NULL_GPU_CONTROL": run.control}
     # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs the cache.
     return variables | ({} if run.caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -115,7 +123,7 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, float]:
     folder.mkdir(parents=True)
     (folder / ".toy_world").symlink_to(WORK / ".toy_world")
     command = [PYTHON, "-m", run.module, *run.arguments(ROOT, device), f"trainer.default_local_dir={folder}/runs"]
-    variables = _environment(run) if device == "cuda" else _without_gpus()
+    variables = _environment(run) if device == "cuda" else _common()
     began = time.monotonic()
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True)
@@ -180,12 +188,8 @@ def _compare_losses(run: Run, losses: list[float], result: Result) -> None:
         result.faults.append(f"the losses of the CPU are {references}")
 
 
-def main() -> None:
-    patterns = sys.argv[1:] or ["*"]
-    chosen = [run for run in RUNS if any(fnmatch(run.name, pattern) for pattern in patterns)]
-    if not chosen:
-        sys.exit(f"No run is called {' or '.join(patterns)}; there are {', '.join(run.name for run in RUNS)}.")
-    began = time.monotonic()
+def make_null_gpu() -> None:
+    """The environment, the null GPU and a check of its numbers."""
     try:
         require_compiler()
     except RuntimeError as missing:
@@ -193,10 +197,30 @@ def main() -> None:
     make_environment()
     build_null_gpu()
     check_kernels()
-    make_toy_world()
+
+
+def _is_possible_here(run: Run) -> bool:
+    """Whether this machine has the GPUs and the packages of a run, and the run is no control."""
+    listed = subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True, timeout=60).stdout
+    is_vllm_there = importlib.util.find_spec("vllm") is not None
+    needs_vllm = run.measure == DRIFT_METRIC and "actor_rollout_ref.rollout.name=hf" not in run.overrides
+    return run.num_gpus <= len(listed.splitlines()) and not run.refused_with and (is_vllm_there or not needs_vllm)
+
+
+def main() -> None:
+    patterns = [argument for argument in sys.argv[1:] if argument != "--on-gpu"] or ["*"]
+    chosen = [run for run in RUNS if any(fnmatch(run.name, pattern) for pattern in patterns)]
+    if ON_GPU:
+        chosen = [run for run in chosen if _is_possible_here(run)]
+    if not chosen:
+        sys.exit(f"No run is called {' or '.join(patterns)}; there are {', '.join(run.name for run in RUNS)}.")
+    began = time.monotonic()
+    if not ON_GPU:
+        make_null_gpu()
+    make_data()
     for cpu_folder in WORK.glob("*_cpu"):
         shutil.rmtree(cpu_folder)
-    print(f"Environment, null GPU and toy world: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"What the runs need: {time.monotonic() - began:.0f} s", flush=True)
     lines = ["| run | what | numbers | seconds |", "|---|---|---|---|"]
     failed = []
     for run in chosen:

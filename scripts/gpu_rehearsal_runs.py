@@ -11,16 +11,17 @@ class Run:
     """A run on the null GPU.
 
     name: also of its folder. what: for the table. module, config: the entry point, and its folder and name below
-    examples/. overrides: of the configuration; `{device}` becomes cuda, or cpu in the reference. measure: the metric
-    that is judged, the drift of engine and trainer by its bound, another as a loss by the CPU's. reference: another run
-    whose losses on the CPU count. caches_memory: torch keeps freed memory, which vLLM's sleep needs. control: a fault
-    that null_gpu_controls.py makes. refused_with: the run has to fail, and its output to have this pattern.
+    examples/, or none. overrides: of the configuration; `{device}` becomes cuda, or cpu in the reference. measure: the
+    metric that is judged, the drift of engine and trainer by its bound, another as a loss by the CPU's. reference:
+    another run whose losses on the CPU count. caches_memory: torch keeps freed memory, which vLLM's sleep needs.
+    control: a fault that null_gpu_controls.py makes. refused_with: the run has to fail, and its output to have this
+    pattern.
     """
 
     name: str
     what: str
     module: str
-    config: tuple[str, str]
+    config: tuple[str, str] | None
     overrides: tuple[str, ...]
     measure: str = DRIFT_METRIC
     num_steps: int = 2
@@ -33,24 +34,48 @@ class Run:
     limit: int = 900  # seconds
 
     def arguments(self, root: Path, device: str) -> list[str]:
-        folder, name = self.config
         overrides = [override.format(device=device) for override in self.overrides]
+        if self.config is None:
+            return overrides
+        folder, name = self.config
         return ["--config-dir", str(root / "examples" / folder), "--config-name", name, *overrides]
 
 
-def sft(name: str, what: str, *overrides: str, num_ranks: int = 1, **options: object) -> Run:
+def on_examples(
+    name: str,
+    what: str,
+    trainer: str,
+    config: tuple[str, str] | None,
+    *overrides: str,
+    num_ranks: int = 1,
+    **options: object,
+) -> Run:
+    """Three steps of a trainer on examples: sft, rm, dpo or ilql."""
     common = (
-        "data.train_files=.toy_world/answers.parquet",
         "data.train_batch_size=64",
-        "model.path=.toy_world/model",
         "training.optim.lr=2e-3",
         "trainer.total_training_steps=3",
+        "trainer.test_freq=-1",
         "trainer.device={device}",
         f"trainer.n_gpus_per_node={num_ranks}",
     )
-    config = ("split_placement/config", "warm_up")
-    options = {"measure": "sft/loss", "num_steps": 3} | options
-    return Run(name, what, "verl_like.trainer.main_sft", config, (*common, *overrides), **options)
+    options = {"measure": f"{trainer}/loss", "num_steps": 3, "num_gpus": num_ranks} | options
+    return Run(name, what, f"verl_like.trainer.main_{trainer}", config, (*common, *overrides), **options)
+
+
+def sft(name: str, what: str, *overrides: str, **options: object) -> Run:
+    own = ("data.train_files=.toy_world/answers.parquet", "model.path=.toy_world/model", *overrides)
+    return on_examples(name, what, "sft", ("split_placement/config", "warm_up"), *own, **options)
+
+
+def preferences(name: str, what: str, trainer: str, *overrides: str, **options: object) -> Run:
+    own = (
+        "data.train_files=.toy_world/pairs.jsonl",
+        "data.max_length=20",
+        "model.path=.toy_world/model",
+        *overrides,
+    )
+    return on_examples(name, what, trainer, None, *own, **options)
 
 
 _PPO = (
@@ -96,6 +121,36 @@ RUNS = (
         reference="sft",
     ),
     sft("sft_lora", "fine-tuning of an adapter, one rank", "model.lora_rank=8"),
+    preferences("rm", "a reward model, one rank", "rm"),
+    preferences("rm_two_ranks", "a reward model, two ranks", "rm", num_ranks=2, reference="rm"),
+    preferences("dpo", "DPO, one rank", "dpo", "training.beta=0.3"),
+    on_examples(
+        "ilql",
+        "ILQL, one rank",
+        "ilql",
+        ("ilql/config", "ilql"),
+        "data.train_files=.toy_world/walks/walks.jsonl",
+        "model.path=.toy_world/walks/model",
+    ),
+    ppo(
+        "ppo_colocated_hf",
+        "PPO on one rank, hf engine",
+        "placement=colocated",
+        "actor_rollout_ref.rollout.name=hf",
+        num_gpus=1,
+    ),
+    ppo(
+        "ppo_grpo_offload_hf",
+        "GRPO on one rank, hf engine, everything offloaded, dynamic micro-batches",
+        "placement=colocated",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+        "actor_rollout_ref.model.enable_activation_offload=true",
+        num_gpus=1,
+    ),
     ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),
     ppo("ppo_split_vllm", "PPO split, vLLM"),
     detached(

@@ -59,6 +59,17 @@ class Gpu:
     def free(self) -> int:
         return self.cuda.cudaFree(self.pointers.pop())
 
+    def register_overlapping(self) -> list[int]:
+        """Registers memory, a part of it again, ends the registration, and registers that part."""
+        memory = ctypes.create_string_buffer(8192)
+        whole, part = ctypes.byref(memory), ctypes.byref(memory, 4096)
+        return [
+            self.cuda.cudaHostRegister(whole, ctypes.c_size_t(8192), 0),
+            self.cuda.cudaHostRegister(part, ctypes.c_size_t(4096), 0),
+            self.cuda.cudaHostUnregister(whole),
+            self.cuda.cudaHostRegister(part, ctypes.c_size_t(4096), 0),
+        ]
+
     def used(self, device: int) -> int:
         return self.cuda.null_gpu_used(device)
 

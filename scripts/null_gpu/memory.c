@@ -21,13 +21,16 @@ static int compare(const void *left, const void *right) {
     return b->start + b->bytes <= a->start;
 }
 
-void remember(Region region) {
+bool remember(Region region) {
     Region *kept = malloc(sizeof *kept);
     *kept = region;
     kept->bytes += !kept->bytes;
     pthread_mutex_lock(&mutex);
-    tsearch(kept, &regions, compare);
+    Region **found = tsearch(kept, &regions, compare);
+    bool is_new = *found == kept;
     pthread_mutex_unlock(&mutex);
+    if (!is_new) free(kept);
+    return is_new;
 }
 
 bool find(const void *pointer, Region *region) {
@@ -72,8 +75,12 @@ int allocate(void **pointer, uint64_t bytes, Kind kind) {
         if (kind == DEVICE) return_bytes(device, bytes);
         return OUT_OF_MEMORY;
     }
+    if (!remember((Region){start, bytes, kind, device, -1})) { // memory that was freed while it was registered lay there
+        munmap(start, bytes + !bytes);
+        if (kind == DEVICE) return_bytes(device, bytes);
+        return ALREADY_MAPPED;
+    }
     count(kind == DEVICE ? DEVICE_ALLOCATIONS : PINNED_ALLOCATIONS, 1);
-    remember((Region){start, bytes, kind, device, -1});
     *pointer = start;
     return SUCCESS;
 }

@@ -19,7 +19,9 @@ enum {
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     MAP_FAILED_ERROR = 205,
+    ALREADY_MAPPED = 208,
     INVALID_KERNEL = 98,
+    HOST_MEMORY_ALREADY_REGISTERED = 712,
     NOT_SUPPORTED = 801,
 };
 
@@ -48,7 +50,7 @@ extern _Thread_local int current_device; // the visible ordinal
 int usable(void);                        // SUCCESS, or why this process cannot use CUDA
 int allocate(void **pointer, uint64_t bytes, Kind kind);
 int release(void *pointer);
-void remember(Region region);
+bool remember(Region region);                     // false where a region is known that overlaps it
 bool forget(const void *pointer, Region *region); // the region that starts there, which it removes
 bool find(const void *pointer, Region *region);   // the region that holds the byte
 

@@ -97,8 +97,8 @@ EXPORT int cudaFreeHost(void *pointer) { return cudaFree(pointer); }
 EXPORT int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { return *device = host, SUCCESS; }
 
 EXPORT int cudaHostRegister(void *pointer, size_t bytes, unsigned flags) {
+    if (!remember((Region){pointer, bytes, PINNED, 0, -1})) return result(HOST_MEMORY_ALREADY_REGISTERED);
     count(PINNED_ALLOCATIONS, 1);
-    remember((Region){pointer, bytes, PINNED, 0, -1});
     return SUCCESS;
 }
 EXPORT int cudaHostUnregister(void *pointer) {

@@ -12,6 +12,7 @@ from scripts.null_gpu.build import build
 
 SIZE = 1_000_000
 OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_DEVICE, MAPPING_FAILED = 2, 3, 101, 205
+ALREADY_REGISTERED = 712
 INVALID_USAGE, REMOTE_ERROR = 5, 6
 Start = Callable[..., GpuProcess]
 
@@ -90,6 +91,10 @@ def test_virtual_memory_counts_while_it_is_mapped_and_no_more_than_there_is(star
     assert process.call("reserve_and_map", 600_000) == (0, 600_000)
     assert process.call("unmap", 600_000) == 0
     assert process.call("reserve_and_map", SIZE + 1) == (OUT_OF_MEMORY, 0)
+
+
+def test_memory_that_is_still_registered_is_not_registered_again(start: Start):
+    assert start().call("register_overlapping") == [0, ALREADY_REGISTERED, 0, 0]
 
 
 def test_a_process_reads_and_writes_memory_that_another_exported_and_counts_it_once(start: Start):

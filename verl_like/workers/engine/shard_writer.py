@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl_like.protocol.files import file_digest
+from verl_like.workers.pinned_memory import pin
 
 _ALIGNMENT = 64
 """Bytes; a multiple of the size of any element."""
@@ -73,10 +74,11 @@ class ShardWriter:
             if shard.numel():
                 self.offsets[name], shards[name] = {SAVED_OFFSETS_KEY: offsets}, shard
         sizes = [math.ceil(shard.nbytes / _ALIGNMENT) * _ALIGNMENT for shard in shards.values()]
-        memory = torch.from_numpy(np.empty(sum(sizes), dtype=np.uint8))
+        memory = np.empty(sum(sizes), dtype=np.uint8)
         if any(shard.is_cuda for shard in shards.values()):
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        for (name, shard), piece in zip(shards.items(), memory.split(sizes), strict=True):
+            pin(memory)
+        pieces = torch.from_numpy(memory).split(sizes)
+        for (name, shard), piece in zip(shards.items(), pieces, strict=True):
             self.buffers[name] = piece[: shard.nbytes].view(shard.dtype).view(shard.shape)
 
     def result(self, wait: bool) -> dict[str, dict[str, Any]] | None:

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
+from verl_like.workers.pinned_memory import pin
 from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
 from verl_like.workers.weight_transfer.transport import WeightTransport
 
@@ -87,7 +87,7 @@ class _Segment:
         self.array = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=np.uint8)
         weakref.finalize(self, os.close, self.descriptor)
         if pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.array.ctypes.data, num_bytes, 0))
+            pin(self.array)
 
     @property
     def address(self) -> SharedPages:
