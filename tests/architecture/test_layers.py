@@ -30,6 +30,7 @@ OPTIONAL = {
     },
     "peft": {"workers/models/lora.py"},
     "flash_attn": {"workers/models/attention.py"},
+    "verl_like.workers.models.head_kernels": {"workers/models/linear_log_prob.py"},  # imports Triton
     "wandb": {"trainer/tracking.py"},
     "trackio": {"trainer/tracking.py"},
     "mlflow": {"trainer/tracking.py"},

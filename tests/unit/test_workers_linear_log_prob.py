@@ -40,7 +40,7 @@ def assert_close(got, expected, tolerance):
 
 def use_chunks(monkeypatch, columns, rows):
     monkeypatch.setattr(module, "LOGITS_PER_CHUNK", {"cpu": columns * M})
-    monkeypatch.setattr(module, "LOGITS_PER_BLOCK", {"cpu": rows * columns})
+    monkeypatch.setattr(module, "LOGITS_PER_BLOCK", rows * columns)
 
 
 @pytest.mark.parametrize("columns, rows", [(V, M), (40, 7), (1, 1)])

@@ -1,6 +1,7 @@
 """The language-model head and its softmax in one: log-probabilities and the like without the full logits."""
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Largest number of logits that exist at a time, by device: 64 MiB in float32, 256 MiB in bfloat16. On a GPU each chunk
 reads and writes the whole gradient of the hidden states, so few are faster."""
 
-LOGITS_PER_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Logits that an elementwise pass works on, by device: few enough that the next pass finds them in the cache."""
+COLUMNS_PER_CHUNK = {"cpu": 1, "cuda": 64}
+"""A chunk but the last has a multiple of so many, by device: a GPU is faster where rows begin at whole 16 bytes."""
+
+LOGITS_PER_BLOCK = 1 << 18
+"""Logits that an elementwise pass on a CPU works on: few enough that the next pass finds them in the cache."""
 
 
 def linear_log_prob(
@@ -78,17 +82,7 @@ class _LinearLogProb(torch.autograd.Function):
         label_logit_M = torch.zeros_like(lse_SM[0])
         for index, (start, end) in enumerate(chunks):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
-            for rows, x_RC, probs_RC in _blocks(x_MC):
-                logits_RC = _logits(x_RC, cap)
-                torch.softmax(logits_RC, -1, out=probs_RC)
-                # The largest logit's probability is 1 / sum(exp(logits - largest)).
-                largest_R1, log_prob_R1 = logits_RC.amax(-1, keepdim=True), probs_RC.amax(-1, keepdim=True).log()
-                lse_SM[index, rows] = (largest_R1 - log_prob_R1).squeeze(1)
-                if with_sum_pi_squared:
-                    norm_SM[index, rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
-                if with_entropy:
-                    mean_R1 = probs_RC.mul_(logits_RC - largest_R1).sum(-1, keepdim=True)
-                    entropy_SM[index, rows] = -(mean_R1 + log_prob_R1).squeeze(1)
+            lse_SM[index], entropy_SM[index], norm_SM[index] = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
             column_M1, is_here_M1 = _find(labels_M, start, end)
             label_logit_M += (_logits(x_MC.gather(1, column_M1), cap) * is_here_M1).squeeze(1)
         lse_M = lse_SM.logsumexp(0)
@@ -115,20 +109,23 @@ class _LinearLogProb(torch.autograd.Function):
         if buffer is None:
             buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
         grad_log_prob_M = torch.zeros_like(lse_M) if grad_log_prob_M is None else ctx.factor * grad_log_prob_M
+        grad_entropy_M = None if grad_entropy_M is None else ctx.factor * grad_entropy_M
         grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         for index, (start, end) in reversed(list(enumerate(chunks))):
             x_MC = _view(buffer, len(hidden_MD), end - start)
             if index != computed:
                 _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
-            column_M1, is_here_M1 = _find(labels_M, start, end)
-            share_M1 = log_share_SM[index].exp().unsqueeze(1)
-            offset_M1 = grad_log_prob_M.unsqueeze(1)
-            entropy_terms = None
-            if grad_entropy_M is not None:
-                slope_M1 = ctx.factor * grad_entropy_M.unsqueeze(1)
-                entropy_terms = ((entropy_M - lse_M).unsqueeze(1), slope_M1 * -share_M1)
-            _logits_to_gradient(x_MC, ctx.cap, offset_M1 * -share_M1, entropy_terms, column_M1, offset_M1 * is_here_M1)
+            _to_gradient(
+                x_MC,
+                ctx.cap,
+                labels_M - start,
+                lse_M,
+                log_share_SM[index],
+                grad_log_prob_M,
+                entropy_M,
+                grad_entropy_M,
+            )
             if grad_weight_VD is not None:
                 torch.mm(x_MC.t(), hidden_MD, out=grad_weight_VD[start:end])
             if grad_hidden_MD is not None and x_MC.dtype == torch.float32:
@@ -140,7 +137,75 @@ class _LinearLogProb(torch.autograd.Function):
         return grad_hidden_MD, grad_weight_VD, None, None, None, None, None
 
 
-def _logits_to_gradient(
+def _statistics(
+    x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(M,) float32 each, of the softmax of z over a chunk alone: lse, entropy, and root of the sum of its squares.
+
+    The last two are left without values where they are not asked for.
+    """
+    kernels = _kernels(x_MC)
+    compute = _statistics_in_blocks if kernels is None else kernels.statistics
+    return compute(x_MC, cap, with_entropy, with_sum_pi_squared)
+
+
+def _to_gradient(
+    x_MC: torch.Tensor,
+    cap: float | None,
+    column_M: torch.Tensor,
+    lse_M: torch.Tensor,
+    log_share_M: torch.Tensor,
+    grad_log_prob_M: torch.Tensor,
+    entropy_M: torch.Tensor | None,
+    grad_entropy_M: torch.Tensor | None,
+) -> None:
+    """Overwrites a chunk of x by the gradient by hidden @ weight.T, which is factor times that by x.
+
+    The two gradients that it starts from are multiplied by factor; lse and entropy are the whole vocabulary's.
+    `column_M` has the label's column, which may be outside the chunk, log_share_M the log of the chunk's probability.
+    """
+    kernels = _kernels(x_MC)
+    if kernels is not None:
+        kernels.to_gradient(x_MC, cap, column_M, lse_M, grad_log_prob_M, entropy_M, grad_entropy_M)
+        return
+    share_M1 = log_share_M.exp().unsqueeze(1)
+    offset_M1 = grad_log_prob_M.unsqueeze(1)
+    entropy_terms = None
+    if grad_entropy_M is not None:
+        entropy_terms = ((entropy_M - lse_M).unsqueeze(1), grad_entropy_M.unsqueeze(1) * -share_M1)
+    column_M1, is_here_M1 = _find(column_M, 0, x_MC.size(1))
+    _to_gradient_in_blocks(x_MC, cap, offset_M1 * -share_M1, entropy_terms, column_M1, offset_M1 * is_here_M1)
+
+
+def _kernels(x_MC: torch.Tensor) -> ModuleType | None:
+    """What computes a chunk on a GPU; it needs Triton, which a CPU does without."""
+    if not x_MC.is_cuda:
+        return None
+    import verl_like.workers.models.head_kernels as head_kernels
+
+    return head_kernels
+
+
+def _statistics_in_blocks(
+    x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
+    entropy_M, norm_M = torch.empty_like(lse_M), torch.empty_like(lse_M)
+    for rows, x_RC, probs_RC in _blocks(x_MC):
+        logits_RC = _logits(x_RC, cap)
+        torch.softmax(logits_RC, -1, out=probs_RC)
+        # The largest logit's probability is 1 / sum(exp(logits - largest)).
+        largest_R1, log_prob_R1 = logits_RC.amax(-1, keepdim=True), probs_RC.amax(-1, keepdim=True).log()
+        lse_M[rows] = (largest_R1 - log_prob_R1).squeeze(1)
+        if with_sum_pi_squared:
+            norm_M[rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
+        if with_entropy:
+            mean_R1 = probs_RC.mul_(logits_RC - largest_R1).sum(-1, keepdim=True)
+            entropy_M[rows] = -(mean_R1 + log_prob_R1).squeeze(1)
+    return lse_M, entropy_M, norm_M
+
+
+def _to_gradient_in_blocks(
     x_MC: torch.Tensor,
     cap: float | None,
     offset_M1: torch.Tensor,
@@ -170,7 +235,9 @@ def _logits_to_gradient(
 
 def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> list[tuple[int, int]]:
     """First and last-but-one vocabulary entry of each chunk; the first chunk is the largest."""
-    size = min(len(weight_VD), max(LOGITS_PER_CHUNK[hidden_MD.device.type] // max(len(hidden_MD), 1), 1))
+    device = hidden_MD.device.type
+    size = max(LOGITS_PER_CHUNK[device] // max(len(hidden_MD), 1), COLUMNS_PER_CHUNK[device])
+    size = min(len(weight_VD), size - size % COLUMNS_PER_CHUNK[device])
     return [(start, min(start + size, len(weight_VD))) for start in range(0, len(weight_VD), size)]
 
 
@@ -185,7 +252,7 @@ def _product(hidden_MD: torch.Tensor, weight_CD: torch.Tensor, factor: float, bu
 
 def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Cuts a chunk into blocks of rows; yields the rows, the block, and a float32 block to work in."""
-    size = max(1, LOGITS_PER_BLOCK[x_MC.device.type] // max(x_MC.size(1), 1))
+    size = max(1, LOGITS_PER_BLOCK // max(x_MC.size(1), 1))
     scratch = x_MC.new_empty(min(size, len(x_MC)), x_MC.size(1), dtype=torch.float32)
     for start in range(0, len(x_MC), size):
         rows = slice(start, min(start + size, len(x_MC)))

@@ -1,0 +1,161 @@
+"""Triton kernels of `linear_log_prob`: the statistics of a chunk of logits, and its gradient, in one pass each.
+
+Triton comes with torch's builds for CUDA, so this module is imported only where there are tensors on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Legend: M scored tokens, C vocabulary entries of a chunk, T vocabulary entries of a tile.
+
+TILE = 4096
+"""Columns that a program loads at a time."""
+
+NUM_WARPS = 8
+"""Of 32 threads each; a thread has 16 columns of a tile, which are two loads of 16 bytes in bfloat16."""
+
+
+def statistics(
+    x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `linear_log_prob` defines it."""
+    lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
+    entropy_M, norm_M = torch.empty_like(lse_M), torch.empty_like(lse_M)
+    with torch.cuda.device_of(x_MC):
+        _statistics_kernel[(len(x_MC),)](
+            x_MC,
+            lse_M,
+            entropy_M,
+            norm_M,
+            x_MC.size(1),
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            WITH_ENTROPY=with_entropy,
+            WITH_NORM=with_sum_pi_squared,
+            TILE=TILE,
+            num_warps=NUM_WARPS,
+        )
+    return lse_M, entropy_M, norm_M
+
+
+def to_gradient(
+    x_MC: torch.Tensor,
+    cap: float | None,
+    column_M: torch.Tensor,
+    lse_M: torch.Tensor,
+    grad_log_prob_M: torch.Tensor,
+    entropy_M: torch.Tensor | None,
+    grad_entropy_M: torch.Tensor | None,
+) -> None:
+    """Overwrites a chunk of x by dz/dx (at_label grad_log_prob - p (grad_log_prob + grad_entropy (z - lse + entropy))).
+
+    p = exp(z - lse), and at_label is 1 in column `column_M` of a row, which may be outside the chunk.
+    """
+    has_entropy = grad_entropy_M is not None
+    with torch.cuda.device_of(x_MC):
+        _gradient_kernel[(len(x_MC), triton.cdiv(x_MC.size(1), TILE))](
+            x_MC,
+            column_M,
+            lse_M,
+            grad_log_prob_M,
+            entropy_M if has_entropy else lse_M,  # any pointer will do where it is not read
+            grad_entropy_M if has_entropy else lse_M,
+            x_MC.size(1),
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            HAS_ENTROPY=has_entropy,
+            TILE=TILE,
+            num_warps=NUM_WARPS,
+        )
+
+
+@triton.jit
+def _logits(x: tl.tensor, cap: tl.tensor, HAS_CAP: tl.constexpr) -> tl.tensor:
+    """x in float32, or cap * tanh(x); of numbers <= 0 alone is exp taken, so that nothing overflows."""
+    z = x.to(tl.float32)
+    if HAS_CAP:
+        power = tl.exp(-2.0 * tl.abs(z))
+        size = cap * (1.0 - power) / (1.0 + power)
+        z = tl.where(z < 0.0, -size, size)
+    return z
+
+
+@triton.jit
+def _statistics_kernel(
+    x_MC: tl.tensor,
+    lse_M: tl.tensor,
+    entropy_M: tl.tensor,
+    norm_M: tl.tensor,
+    C: tl.tensor,
+    cap: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """A row for each program. With d = z - largest of the columns so far, it sums exp(d), exp(d) d and exp(2 d)."""
+    row = tl.program_id(0).to(tl.int64)
+    x_C = x_MC + row * C
+    largest = _logits(tl.load(x_C), cap, HAS_CAP)
+    sum_exp = 0.0
+    sum_exp_d = 0.0
+    sum_squares = 0.0
+    for start in range(0, C, TILE):
+        column_T = start + tl.arange(0, TILE)
+        is_here_T = column_T < C
+        x_T = tl.load(x_C + column_T, mask=is_here_T, other=0.0)
+        z_T = tl.where(is_here_T, _logits(x_T, cap, HAS_CAP), float("-inf"))
+        before = largest
+        largest = tl.maximum(before, tl.max(z_T, 0))
+        d_T = z_T - largest
+        exp_T = tl.exp(d_T)
+        # What was summed so far had the largest one before subtracted.
+        shift = before - largest
+        rescale = tl.exp(shift)
+        if WITH_ENTROPY:
+            exp_d_T = tl.where(is_here_T, exp_T * d_T, 0.0)
+            sum_exp_d = rescale * (sum_exp_d + sum_exp * shift) + tl.sum(exp_d_T, 0)
+        if WITH_NORM:
+            sum_squares = rescale * rescale * sum_squares + tl.sum(exp_T * exp_T, 0)
+        sum_exp = rescale * sum_exp + tl.sum(exp_T, 0)
+    log_sum = tl.log(sum_exp)
+    tl.store(lse_M + row, largest + log_sum)
+    if WITH_ENTROPY:
+        tl.store(entropy_M + row, log_sum - sum_exp_d / sum_exp)
+    if WITH_NORM:
+        tl.store(norm_M + row, tl.sqrt(sum_squares) / sum_exp)
+
+
+@triton.jit
+def _gradient_kernel(
+    x_MC: tl.tensor,
+    column_M: tl.tensor,
+    lse_M: tl.tensor,
+    grad_log_prob_M: tl.tensor,
+    entropy_M: tl.tensor,
+    grad_entropy_M: tl.tensor,
+    C: tl.tensor,
+    cap: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """A tile of a row for each program."""
+    row = tl.program_id(0).to(tl.int64)
+    column_T = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_here_T = column_T < C
+    x_T = x_MC + row * C + column_T
+    z_T = _logits(tl.load(x_T, mask=is_here_T, other=0.0), cap, HAS_CAP)
+    log_prob_T = z_T - tl.load(lse_M + row)
+    grad_log_prob = tl.load(grad_log_prob_M + row)
+    slope_T = grad_log_prob
+    if HAS_ENTROPY:
+        slope_T += tl.load(grad_entropy_M + row) * (log_prob_T + tl.load(entropy_M + row))
+    at_label_T = tl.where(column_T == tl.load(column_M + row), grad_log_prob, 0.0)
+    grad_T = at_label_T - tl.exp(log_prob_T) * slope_T
+    if HAS_CAP:
+        # cap - z^2 / cap, with digits left where z is nearly the cap.
+        inverse = 1.0 / cap
+        grad_T *= (cap - z_T) * (cap + z_T) * inverse
+    tl.store(x_T, grad_T.to(x_MC.dtype.element_ty), mask=is_here_T)
