@@ -47,13 +47,14 @@ def on_examples(
     trainer: str,
     config: tuple[str, str] | None,
     *overrides: str,
+    lr: float = 2e-3,
     num_ranks: int = 1,
     **options: object,
 ) -> Run:
     """Three steps of a trainer on examples: sft, rm, dpo or ilql."""
     common = (
         "data.train_batch_size=64",
-        "training.optim.lr=2e-3",
+        f"training.optim.lr={lr}",
         "trainer.total_training_steps=3",
         "trainer.test_freq=-1",
         "trainer.device={device}",
@@ -75,7 +76,7 @@ def preferences(name: str, what: str, trainer: str, *overrides: str, **options: 
         "model.path=.toy_world/model",
         *overrides,
     )
-    return on_examples(name, what, trainer, None, *own, **options)
+    return on_examples(name, what, trainer, None, *own, lr=5e-4, **options)
 
 
 _PPO = (
