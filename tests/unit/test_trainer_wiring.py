@@ -146,3 +146,30 @@ def test_the_reward_processes_are_made_as_the_reward_settings_say(tmp_path: Path
         assert manager.submit([RewardSample("0", "x", "four", "", {})]).get().scores.tolist() == [4.5]
     finally:
         manager.close()
+
+
+class Loading:
+    """A group whose model takes two turns to load: it notes when it begins and when somebody waited for its end."""
+
+    def __init__(self, role: str, notes: list[str]) -> None:
+        self.role, self.notes = role, notes
+        self.init_model = self
+
+    def remote(self) -> "Loading":
+        self.notes.append(f"{self.role} begins")
+        return self
+
+    def get(self) -> None:
+        self.notes.append(f"{self.role} is there")
+
+
+def test_on_a_gpu_the_engine_loads_when_all_that_shares_its_device_is_there_and_on_a_cpu_at_once():
+    def notes_of(device: str) -> list[str]:
+        notes: list[str] = []
+        groups = {role: Loading(role, notes) for role in ("rollout", "ref", "actor_copy")}
+        ppo_workers.load_models(groups, device)
+        return notes
+
+    others = ["ref begins", "actor_copy begins", "ref is there", "actor_copy is there"]
+    assert notes_of("cuda") == [*others, "rollout begins", "rollout is there"]
+    assert notes_of("cpu")[:3] == ["rollout begins", "ref begins", "actor_copy begins"]

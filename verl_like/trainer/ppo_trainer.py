@@ -23,7 +23,7 @@ from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 from verl_like.trainer.ppo_display import generation_of_row
 from verl_like.trainer.ppo_inputs import PPOInputs
-from verl_like.trainer.ppo_workers import build_resource_pools, start_groups
+from verl_like.trainer.ppo_workers import build_resource_pools, load_models, start_groups
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.scoring import RuleScorer, reward_columns
@@ -83,20 +83,12 @@ class RayPPOTrainer(TrainingLoop):
         self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
 
     def init_workers(self) -> None:
-        """Starts the processes of every pool and loads the models; groups load at the same time."""
+        """Starts the processes of every pool and loads the models."""
         self.groups = self.start_groups()
         self.maker, self.learner = self.build_maker(), self.build_learner()
         self.trained = self.learner.trained
-        rollout = self.groups[Role.Rollout]
-        others = [group for group in self.groups.values() if group is not rollout]
-        # On a GPU the engine takes its share of what is free, so what else lives there loads first.
-        order = [others, [rollout]] if self.config.trainer.device == "cuda" else [[rollout, *others]]
-        for groups in order:
-            pending = [group.init_model.remote() for group in groups]
-            if groups is order[0]:
-                self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
-            for future in pending:
-                future.get()
+        self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
+        load_models(self.groups, self.config.trainer.device)
         if self.recorder.resumed:
             self.restore(self.recorder.resumed.checkpoint)
         self.load_weights(self.learner.export_weights())

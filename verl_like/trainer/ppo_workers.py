@@ -118,3 +118,17 @@ def start_groups(
         groups |= processes.spawn(roles)
         placement.append((pool, roles, processes))
     return groups, placement
+
+
+def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
+    """Loads the models of all groups, at the same time but for the rollout on a GPU, which comes after the others.
+
+    vLLM takes its share of the memory that is free, and asserts that nobody gives memory back while it measures that.
+    """
+    is_last = device == "cuda"
+    first = [group for role, group in groups.items() if role != Role.Rollout or not is_last]
+    last = [group for role, group in groups.items() if role == Role.Rollout and is_last]
+    for together in (first, last):
+        pending = [group.init_model.remote() for group in together]
+        for future in pending:
+            future.get()

@@ -37,6 +37,7 @@ from verl_like.trainer.detached.side import (
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
 from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import get_trainer
+from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
@@ -146,8 +147,7 @@ class ExperienceMakerHolder(Side):
         if (kl_coef := self.ledger.kl_coef()) is not None:
             self.run.maker.kl_controller.value = kl_coef
         self.recorder.placement = placement_rows(self.run.placement)
-        for future in [group.init_model.remote() for group in self.run.groups.values()]:
-            future.get()
+        load_models(self.run.groups, self.config.trainer.device)
         self.require_same_inputs(self.config)
         return PromptLoader(self.run.train_dataset, self.run.sampler)
 

@@ -59,6 +59,8 @@ class VllmEngine(RolloutEngine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # FlashInfer's all-reduce adds in no fixed order, so that a run could not be repeated, and needs nvcc.
+        os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
         if self.device == "cpu":
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the process's share of the cores is set by its group
             # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it ever saves on CPU.
@@ -273,6 +275,7 @@ class VllmEngine(RolloutEngine):
             # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones, but not the
             # frozen ones under an adapter.
             self.policy_version = None
+            torch.cuda.empty_cache()  # what torch has kept of freed memory is not what waking takes back
             free_before, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=1 if self.model_config.lora_rank else 2)
             self._given_back = torch.cuda.mem_get_info()[0] - free_before
