@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # Makes the virtual environment .venv if there is none: exact versions, vLLM for CUDA 13 where there is a GPU, else its CPU build.
+#   bash scripts/environment.sh [cpu]     with cpu: the CPU build, which is in .venv_cpu where there is a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-stamp=.venv/.verl_like_installed
-if nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
+venv=.venv device=cpu
+if nvidia-smi -L >/dev/null 2>&1; then
+  if [ "${1:-}" = cpu ]; then venv=.venv_cpu; else device=gpu; fi
+fi
+stamp=$venv/.verl_like_installed
 wanted="$device $(cat pyproject.toml requirements/* scripts/environment.sh | sha256sum | cut -d' ' -f1)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 "$python" -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then  # Debian has them in a package of their own
-  echo "$python has no venv and ensurepip, which make .venv: install its package, apt install ${python##*/}-venv." >&2
+  echo "$python has no venv and ensurepip, which make $venv: install its package, apt install ${python##*/}-venv." >&2
   exit 1
 fi
 if [ "$device" = gpu ]; then
@@ -24,9 +28,9 @@ if [ "$device" = gpu ]; then
     exit 1
   fi
 fi
-echo "Making the environment .venv: a few minutes and about 4 GB (12 GB with CUDA), once."
-"$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+echo "Making the environment $venv: a few minutes and about 4 GB (12 GB with CUDA), once."
+"$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 if [ "$device" = gpu ]; then
   pip install -r requirements/gpu.in
 else

@@ -4,8 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 makers=${1:?number of makers} trainers=${2:?number of trainers}
-bash scripts/environment.sh
-python=.venv/bin/python
+source scripts/cpu_environment.sh
 run=(-m verl_like.trainer.main_detached --config-dir examples/detached/config --config-name toy
   "detached.num_makers=$makers" "detached.num_trainers=$trainers" "${@:3}")
 "$python" "${run[@]}" --print-config >/dev/null  # a mistake in the overrides shows before the warm-up

@@ -3,8 +3,7 @@
 #   bash examples/ilql/run.sh [key=value ...]     keys of the ILQL runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-bash scripts/environment.sh
-python=.venv/bin/python
+source scripts/cpu_environment.sh
 config=(--config-dir examples/ilql/config --config-name)
 runs=outputs/verl_like_example_ilql
 for seed in 1 2 3; do

@@ -3,8 +3,7 @@
 #   bash examples/rlhf_three_stages/run.sh [key=value ...]     keys of the PPO run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-bash scripts/environment.sh
-python=.venv/bin/python
+source scripts/cpu_environment.sh
 config=(--config-dir examples/rlhf_three_stages/config --config-name)
 runs=outputs/verl_like_example_three_stages
 reward_model=$runs/reward_model/latest/global_step_500/model/huggingface

@@ -1,6 +1,7 @@
 """Bad input is refused before Ray starts, with what, value, why and fix, and loses nothing."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import shutil
@@ -23,7 +24,7 @@ from transformers import (
 
 from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_inputs import check_inputs
+from verl_like.trainer.ppo_inputs import check_inputs, require_vllm_for
 from verl_like.trainer.run_ppo import run_ppo
 
 Refusal = Callable[..., str]
@@ -263,6 +264,17 @@ def test_a_missing_vllm_is_refused_with_the_commands_that_install_it(refusal: Re
     missing("vllm")
     message = refusal("actor_rollout_ref.rollout.name=vllm")
     assert "vllm is not installed" in message and "bash scripts/environment.sh" in message
+
+
+def test_a_vllm_that_is_built_for_another_device_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0" if name == "vllm" else version(name))
+    message = refusal("actor_rollout_ref.rollout.name=vllm")
+    assert "device=cpu" in message and "built for CUDA: run bash scripts/environment.sh cpu" in message
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0+cpu")
+    require_vllm_for("cpu")
+    with pytest.raises(ValueError, match="device=cuda, but the vllm that is installed is built for the CPU"):
+        require_vllm_for("cuda")
 
 
 @pytest.mark.parametrize("model", ["actor_rollout_ref.model", "critic.model"])

@@ -1,6 +1,8 @@
 """The configuration of detached training: its rules, and what of it each side reads."""
 
 import contextlib
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +186,13 @@ def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_i
         check_trainer(learning)
     check_trainer(TrainerOfAnotherMaker)
     check_trainer(RayPPOTrainer)
+
+
+def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():
+    script = Path(__file__).parents[2] / "examples/detached/run_qwen2_5_7b.sh"
+    command = script.read_text().split("verl_like.trainer.main_detached ")[-1]
+    words = shlex.split(command.replace("\\\n", " ").replace("$@", ""))
+    config = load_config(DetachedConfig, broken_detached_rules, list(filter(None, words)))
+    assert config.trainer.device == "cuda"
+    assert config.resource_pool_spec == {"maker_pool": (4,), "trainer_pool": (4,)}
+    assert config.role_mapping["rollout"] == "maker_pool" and config.role_mapping["actor"] == "trainer_pool"

@@ -14,10 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/sh
-case "$*" in *sysconfig*) echo {include};; "-m venv"*) echo "a new environment"; exit 7;; esac
+case "$*" in *sysconfig*) echo {include};; "-m venv"*) echo "a new environment in $3"; exit 7;; esac
 """
 PYTHON_WITHOUT_A_MODULE = """#!/bin/sh
-case "$1" in -m) echo "a new environment"; exit 7;; esac
+case "$1" in -m) echo "a new environment in $3"; exit 7;; esac
 PYTHONPATH="{folder}" exec "{python}" "$@"
 """
 NVIDIA_SMI = """#!/bin/sh
@@ -25,10 +25,20 @@ case "$*" in -L) echo "GPU 0: an accelerator";; *driver_version*) echo "{driver}
 """
 
 
-def set_up(folder: Path, *, driver: str | None, gcc: bool = True, header: bool = True, lacking: str = "") -> str:
+def set_up(
+    folder: Path,
+    *,
+    driver: str | None,
+    gcc: bool = True,
+    header: bool = True,
+    lacking: str = "",
+    script: str = "environment.sh",
+    arguments: tuple[str, ...] = (),
+) -> str:
     """Runs the script on a machine with this driver and these packages; what it printed, its exit code at the end."""
     (folder / "scripts").mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "scripts/environment.sh", folder / "scripts")
+    for each in ("environment.sh", "cpu_environment.sh"):
+        shutil.copy(ROOT / "scripts" / each, folder / "scripts")
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "requirements", folder / "requirements", dirs_exist_ok=True)
     tools = folder / "tools"
@@ -49,7 +59,8 @@ def set_up(folder: Path, *, driver: str | None, gcc: bool = True, header: bool =
     if header:
         (folder / "Python.h").touch()
     done = subprocess.run(
-        ["bash", folder / "scripts/environment.sh"],
+        ["bash", folder / "scripts" / script, *arguments],
+        cwd=folder,
         env={"PATH": str(tools)},
         capture_output=True,
         text=True,
@@ -79,8 +90,10 @@ def test_a_python_that_cannot_make_an_environment_is_named_with_its_package(tmp_
 
 
 def test_a_machine_that_has_everything_gets_an_environment(tmp_path: Path):
-    assert set_up(tmp_path, driver="580.65.06").endswith("a new environment\nexit 7")
-    assert set_up(tmp_path / "without", driver=None, gcc=False, header=False).endswith("a new environment\nexit 7")
+    assert set_up(tmp_path, driver="580.65.06").endswith("a new environment in .venv\nexit 7")
+    assert set_up(tmp_path / "without", driver=None, gcc=False, header=False).endswith(
+        "a new environment in .venv\nexit 7"
+    )
 
 
 def test_an_environment_for_the_cpu_is_made_anew_when_there_is_a_gpu(tmp_path: Path):
@@ -91,4 +104,21 @@ def test_an_environment_for_the_cpu_is_made_anew_when_there_is_a_gpu(tmp_path: P
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     (tmp_path / ".venv/.verl_like_installed").write_text(f"cpu {digest}\n")
     assert set_up(tmp_path, driver=None) == "exit 0"
-    assert set_up(tmp_path, driver="580.65.06").endswith("a new environment\nexit 7")
+    assert set_up(tmp_path, driver="580.65.06").endswith("a new environment in .venv\nexit 7")
+
+
+def test_scripts_that_train_on_the_cpu_have_the_cpu_build_in_a_folder_of_its_own_where_there_is_a_gpu(tmp_path: Path):
+    cpu = {"driver": "570.172.08", "gcc": False, "arguments": ("cpu",)}  # which CUDA 13 could not use
+    assert set_up(tmp_path, **cpu).endswith("a new environment in .venv_cpu\nexit 7")
+    assert set_up(tmp_path, driver=None, arguments=("cpu",)).endswith("a new environment in .venv\nexit 7")
+
+
+@pytest.mark.parametrize(("driver", "python"), [("580.65.06", ".venv_cpu"), (None, ".venv")])
+def test_their_python_is_that_of_the_cpu_build_and_sees_no_gpu(tmp_path: Path, driver: str | None, python: str):
+    set_up(tmp_path, driver=driver)
+    (tmp_path / "scripts/environment.sh").write_text('[ "$*" = cpu ]')
+    show = 'source scripts/cpu_environment.sh; echo "$python ${CUDA_VISIBLE_DEVICES-all}"'
+    done = subprocess.run(
+        ["bash", "-euc", show], cwd=tmp_path, env={"PATH": f"{tmp_path}/tools"}, capture_output=True, text=True
+    )
+    assert done.stdout == f"{python}/bin/python {'' if driver else 'all'}\n"

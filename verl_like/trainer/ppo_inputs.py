@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import tempfile
@@ -179,6 +180,27 @@ def check_environment(config: PPOConfig) -> None:
     if not address:
         pools = list(build_resource_pools(config).resource_pool_dict.values())
         check_machine(pools, config.trainer.device, config.ray_kwargs.ray_init.num_cpus, keys="resource_pool_spec")
+        if engine in ("vllm", "vllm_async"):
+            require_vllm_for(config.trainer.device)
+
+
+def require_vllm_for(device: str) -> None:
+    """Raises ValueError if the build of vLLM that is installed computes on another device."""
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # its CPU build is a package of another name
+        version = "cpu"
+    built_for = "cpu" if "cpu" in version else "cuda"
+    if device == "cpu" and built_for == "cuda":
+        raise ValueError(
+            "device=cpu, but the vllm that is installed is built for CUDA: run bash scripts/environment.sh cpu and use "
+            "the Python of .venv_cpu, or train with device=cuda, or draw with rollout.name=hf."
+        )
+    if device == "cuda" and built_for == "cpu":
+        raise ValueError(
+            "device=cuda, but the vllm that is installed is built for the CPU: run bash scripts/environment.sh where "
+            "the GPUs are, or train with device=cpu."
+        )
 
 
 def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
