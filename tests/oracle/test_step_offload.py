@@ -13,6 +13,7 @@ from step_table import CRITIC_FSDP, FSDP
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.workers.engine.fsdp import FsdpEngine
+from verl_like.workers.engine.host_memory import HostMemory
 
 DEVICE = "cpu:0"  # for torch another place than "cpu": tensors are copied between the two
 
@@ -35,14 +36,19 @@ class Places:
         self.engines: dict[str, FsdpEngine] = {}
         self.place: dict[tuple[str, str], str] = {}
         self.used_at: dict[tuple[str, str], set[str | None]] = defaultdict(set)
-        move = torch.Tensor.to
+        move, to_host = torch.Tensor.to, HostMemory.to_host
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if args and isinstance(args[0], str | torch.device):
                 self.place |= dict.fromkeys(self.owners(tensor), str(args[0]))
             return move(tensor, *args, **kwargs)
 
+        def record_to_host(memory: HostMemory, name: Any, tensor: torch.Tensor) -> torch.Tensor:
+            self.place |= dict.fromkeys(self.owners(tensor), "cpu")
+            return to_host(memory, name, tensor)
+
         monkeypatch.setattr(torch.Tensor, "to", record)
+        monkeypatch.setattr(HostMemory, "to_host", record_to_host)
 
     def owners(self, tensor: torch.Tensor) -> list[tuple[str, str]]:
         found = []

@@ -23,6 +23,7 @@ from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import TrainingEngine
+from verl_like.workers.engine.host_memory import HostMemory
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
@@ -145,7 +146,7 @@ class FsdpEngine(TrainingEngine):
     @contextmanager
     def on_device(self, *, train: bool = False) -> Iterator[None]:
         if self.fsdp.param_offload:
-            self.model.to(self.device)
+            self.model.to(self.device, non_blocking=True)
         self.model.train(train)
         with torch.set_grad_enabled(train):
             yield
@@ -155,17 +156,42 @@ class FsdpEngine(TrainingEngine):
 
     def _offload(self) -> None:
         if self.fsdp.param_offload:
-            self.model.to("cpu")
-        self._move_optimizer("cpu")
+            self.model._apply(self._to_host)
+        if self._offloads_optimizer:
+            self._optimizer_to_host()
+        if self.device == "cuda" and (self.fsdp.param_offload or self._offloads_optimizer):
+            torch.cuda.current_stream().synchronize()  # the copies are done, and may be read
         if self.device == "cuda" and self.shares_device:
             torch.cuda.empty_cache()  # what torch keeps for itself, the engine cannot use
 
-    def _move_optimizer(self, device: str) -> None:
-        if self.optimizer is None or not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):
-            return
+    @property
+    def _offloads_optimizer(self) -> bool:
+        is_wanted = isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
+        return self.optimizer is not None and is_wanted
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Parameters go to their places. Buffers, which are another tensor after each move, go to any memory."""
+        places = self._parameter_places
+        return places.to_host(id(tensor), tensor) if id(tensor) in places else tensor.to("cpu")
+
+    @cached_property
+    def _parameter_places(self) -> HostMemory:
+        return HostMemory({id(parameter): parameter for parameter in self.model.parameters()})
+
+    @cached_property
+    def _optimizer_places(self) -> HostMemory:
+        states = self.optimizer.state.items()
+        return HostMemory({(id(p), name): value for p, state in states for name, value in state.items()})
+
+    def _optimizer_to_host(self) -> None:
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                state[name] = self._optimizer_places.to_host((id(parameter), name), value)
+
+    def _optimizer_to_device(self) -> None:
         for state in self.optimizer.state.values():
             for name, value in state.items():
-                state[name] = value.to(device)
+                state[name] = value.to(self.device, non_blocking=True)
 
     def without_adapter(self) -> AbstractContextManager[None]:
         return without_adapter(self.model.hf)
@@ -204,13 +230,15 @@ class FsdpEngine(TrainingEngine):
             self.consecutive_skips = 0
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr
-            self._move_optimizer(self.device)
+            if self._offloads_optimizer:
+                self._optimizer_to_device()
             self.optimizer.step()
             if self.ema_decay is not None:
                 for parameter in self.parameters:
                     average = cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local()
                     average.lerp_(cast(DTensor, parameter.detach()).to_local().float(), 1 - self.ema_decay)
-            self._move_optimizer("cpu")
+            if self._offloads_optimizer:
+                self._optimizer_to_host()
         self.optimizer.zero_grad()
         return grad_norm
 

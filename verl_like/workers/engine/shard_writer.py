@@ -1,13 +1,11 @@
 """Writes a rank's part of the training state while training goes on."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -16,10 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl_like.protocol.files import file_digest
-from verl_like.workers.pinned_memory import pin
-
-_ALIGNMENT = 64
-"""Bytes; a multiple of the size of any element."""
+from verl_like.workers.pinned_memory import host_places
 
 
 class ShardWriter:
@@ -62,7 +57,6 @@ class ShardWriter:
         self.writing = self.threads.submit(self._write, folder, write_others)
 
     def _allocate(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Buffers in one piece of memory of NumPy, which has large pages: a copy to many small ones is slower."""
         shards = {}
         for name in list(state)[self.mesh["replica"].get_local_rank() :: self.mesh["replica"].size()]:
             tensor, shard = state[name], _shard(state[name])
@@ -73,13 +67,7 @@ class ShardWriter:
                 continue
             if shard.numel():
                 self.offsets[name], shards[name] = {SAVED_OFFSETS_KEY: offsets}, shard
-        sizes = [math.ceil(shard.nbytes / _ALIGNMENT) * _ALIGNMENT for shard in shards.values()]
-        memory = np.empty(sum(sizes), dtype=np.uint8)
-        if any(shard.is_cuda for shard in shards.values()):
-            pin(memory)
-        pieces = torch.from_numpy(memory).split(sizes)
-        for (name, shard), piece in zip(shards.items(), pieces, strict=True):
-            self.buffers[name] = piece[: shard.nbytes].view(shard.dtype).view(shard.shape)
+        self.buffers = host_places(shards)
 
     def result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
         """The file of the last `begin` by its name, as `file_digest` has it, once it is on the disk; before that None,
