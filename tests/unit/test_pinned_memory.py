@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl_like.workers.engine.shard_writer import ShardWriter
-from verl_like.workers.pinned_memory import pin
+from verl_like.workers.pinned_memory import pin, to_device
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport
 
 
@@ -71,3 +71,20 @@ class OneRank:
 
     def size(self) -> int:
         return 1
+
+
+def test_tensors_go_to_a_device_in_one_piece_of_memory_with_their_values_shapes_and_types():
+    tensors = {
+        "tokens": torch.arange(21).view(3, 7),
+        "mask": torch.tensor([[True, False, True]]),
+        "turned": torch.randn(4, 5).t(),
+        "half": torch.randn(3).to(torch.bfloat16),
+        "none": torch.empty(0, 4),
+        "number": torch.tensor(2.5),
+    }
+    moved = to_device(tensors, "cpu:0")  # for torch another place than "cpu"
+    assert list(moved) == list(tensors)
+    for name, tensor in tensors.items():
+        assert moved[name].dtype == tensor.dtype and torch.equal(moved[name], tensor)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in moved.values()}) == 1
+    assert to_device(tensors, "cpu")["tokens"] is tensors["tokens"]

@@ -35,7 +35,7 @@ def test_rows_that_only_fill_a_rank_up_count_nothing(actor):
     engine, rows = actor.workers[0].engine, make_batch(rows=4)
     padded = DataProto.concat([rows, rows.select_idxs([0, 1])])
     padded.batch["is_pad"] = torch.arange(6) >= 4
-    expected, got = (Stopwatch(engine, to_rows(data, "cpu"), "ref", passes=1) for data in (rows, padded))
+    expected, got = (Stopwatch(engine, to_rows(data), "ref", passes=1) for data in (rows, padded))
     assert got.tokens == expected.tokens == rows.batch["attention_mask"].sum()
     assert got.flops == pytest.approx(expected.flops)
 

@@ -25,7 +25,7 @@ from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.engine.mini_batches import MiniBatch
+from verl_like.workers.engine.mini_batches import MicroBatch, MiniBatch
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 
@@ -453,7 +453,7 @@ class CountReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_an_objective_reads_no_number_from_the_device(model_path, role, monkeypatch):
-    rows = dict(make_batch().batch.items())
+    rows = MicroBatch(dict(make_batch().batch.items()), "cpu")
     mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=0.5)
     if role == "actor":
         worker = actor_group(model_path, entropy_coeff=0.1, use_kl_loss=True).workers[0]

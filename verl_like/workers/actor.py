@@ -13,7 +13,15 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
-from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, forward, to_rows, update
+from verl_like.workers.engine.mini_batches import (
+    DeviceMetric,
+    MicroBatch,
+    MicroMetrics,
+    MiniBatch,
+    forward,
+    to_rows,
+    update,
+)
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
@@ -53,7 +61,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
-        total, num_tokens = output.batch["entropys"].sum().item(), to_rows(data, "cpu")["response_mask"].sum().item()
+        total, num_tokens = output.batch["entropys"].sum().item(), to_rows(data)["response_mask"].sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
@@ -65,12 +73,12 @@ class ScoringWorker(ActorRolloutRefWorker):
         have to agree on the number of passes.
         """
 
-        def log_probs(micro: Rows) -> tuple[torch.Tensor]:
-            packed = self.engine.pack(micro)
+        def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
+            packed = self.engine.pack(micro.on_host)
             (of_tokens,) = self.engine.run(packed, 1.0)
             return (packed.unpack(of_tokens),)
 
-        rows, passes = to_rows(data, self.device), log_prob_micro_batching(self.config.rollout)
+        rows, passes = to_rows(data), log_prob_micro_batching(self.config.rollout)
         if passes.by_tokens:
             num_rows = max(1, passes.max_tokens // rows["attention_mask"].shape[1])
             passes = MicroBatching(num_rows, passes.max_tokens, by_tokens=False)
@@ -126,7 +134,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
         Raises ValueError for several steps without them.
         """
-        rows = to_rows(data, self.device)
+        rows = to_rows(data)
         num_rows, schedule = len(rows["input_ids"]), self.schedule
         if "old_log_probs" not in rows and (schedule.epochs > 1 or num_rows > schedule.num_mini_batch_rows):
             raise ValueError(
@@ -135,7 +143,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                 "compute_log_prob before and add what it returns to the batch."
             )
         part = data.meta_info.get("part_of_step", (1, 1))
-        beside = (to_rows(ptx, self.device), self.ptx_loss) if ptx else None
+        beside = (to_rows(ptx), self.ptx_loss) if ptx else None
         metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor", part=part, beside=beside)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
@@ -150,7 +158,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                 in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()), self.rank
             )
 
-    def policy_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+    def policy_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.
 
         Returns the loss, and metrics that merge exactly over micro-batches and ranks.
@@ -198,10 +206,10 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
 
-    def ptx_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+    def ptx_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in -ptx_coef / N sum log p(token | those before), over the N learned tokens that the
         mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022, arXiv:2203.02155, eq. 2)."""
-        packed = self.engine.pack(micro)
+        packed = self.engine.pack(micro.on_host)
         (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
         loss = -packed.unpack(log_probs).sum() / mini_batch.num_tokens
         return self.config.actor.ptx_coef * loss, {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

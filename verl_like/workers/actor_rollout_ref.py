@@ -4,7 +4,7 @@ import torch
 
 from verl_like.protocol import DataProto
 from verl_like.workers.config.roles import ActorRolloutRefConfig
-from verl_like.workers.engine.mini_batches import Rows
+from verl_like.workers.engine.mini_batches import MicroBatch
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.planning.partition import log_prob_micro_batching
@@ -21,9 +21,11 @@ class ActorRolloutRefWorker(ModelWorker):
         self.config = config
         self.model_config = config.model
 
-    def _score(self, micro: Rows, *, with_entropy: bool, with_sum_pi_squared: bool = False) -> tuple[torch.Tensor, ...]:
+    def _score(
+        self, micro: MicroBatch, *, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`: (b, R) each."""
-        packed = self.engine.pack(micro)
+        packed = self.engine.pack(micro.on_host)
         scores = self.engine.run(packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared)
         return tuple(map(packed.unpack, scores))
 

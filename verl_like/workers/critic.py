@@ -6,7 +6,7 @@ from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
-from verl_like.workers.engine.mini_batches import DeviceMetric, MicroMetrics, MiniBatch, Rows, to_rows, update
+from verl_like.workers.engine.mini_batches import DeviceMetric, MicroBatch, MicroMetrics, MiniBatch, to_rows, update
 from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -45,8 +45,8 @@ class ValueWorker(ModelWorker):
         )
         return self.infer(data, ["values"], micro_batching, lambda micro: (self._predict(micro),), phase="values")
 
-    def _predict(self, micro: Rows) -> torch.Tensor:
-        packed = self.engine.pack(micro)
+    def _predict(self, micro: MicroBatch) -> torch.Tensor:
+        packed = self.engine.pack(micro.on_host)
         return packed.unpack(self.engine.run(packed))
 
 
@@ -78,12 +78,12 @@ class CriticWorker(ValueWorker, TrainedWorker):
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns"])
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
-        rows = to_rows(data, self.device)
+        rows = to_rows(data)
         part = data.meta_info.get("part_of_step", (1, 1))
         metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
-    def value_loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+    def value_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's clipped squared error; arguments and result as of the actor's
         `policy_loss`."""
         mask_BR = micro["response_mask"]

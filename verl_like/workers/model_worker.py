@@ -15,7 +15,7 @@ from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.engine.mini_batches import Rows, UpdateSchedule, forward, to_rows
+from verl_like.workers.engine.mini_batches import MicroBatch, UpdateSchedule, forward, to_rows
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.lora import with_scale
 from verl_like.workers.models.packed_models import PackedModel
@@ -94,11 +94,11 @@ class ModelWorker(Worker):
         data: DataProto,
         columns: Sequence[str],
         micro_batching: MicroBatching,
-        compute: Callable[[Rows], tuple[torch.Tensor, ...]],
+        compute: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
         phase: str,
     ) -> DataProto:
         """Runs the model over all rows without gradients; `compute` maps a micro-batch to the values of `columns`."""
-        rows = to_rows(data, self.device)
+        rows = to_rows(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
         tensors = dict(zip(columns, values, strict=True))

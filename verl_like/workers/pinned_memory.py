@@ -26,17 +26,37 @@ def pin(memory: np.ndarray) -> None:
     unpin.atexit = False  # the driver does it when the process ends
 
 
+def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, torch.Tensor]:
+    """Tensors of the host on a device. To a GPU all of them go in one copy, which nobody waits for."""
+    if device == "cpu":
+        return dict(tensors)
+    sizes = _padded_sizes(tensors)
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+    for tensor, piece in zip(tensors.values(), staged.split(sizes), strict=True):
+        _as(tensor, piece).copy_(tensor)
+    moved = staged.to(device, non_blocking=True)  # torch keeps what is staged until the copy is done
+    pieces = moved.split(sizes)
+    return {name: _as(tensor, piece) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+
+
 def host_places(tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
     """Host memory for the values of each tensor, without values yet, pinned for tensors of a GPU.
 
     It is one piece of memory of NumPy, which has large pages: a copy to many small ones is slower.
     """
-    sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    sizes = _padded_sizes(tensors)
     memory = np.empty(sum(sizes), dtype=np.uint8)
     if memory.nbytes and any(tensor.is_cuda for tensor in tensors.values()):
         pin(memory)
     pieces = torch.from_numpy(memory).split(sizes)
-    return {
-        name: piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
-    }
+    return {name: _as(tensor, piece) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+
+
+def _padded_sizes(tensors: Mapping[Name, torch.Tensor]) -> list[int]:
+    """Bytes of each tensor in one piece of memory, with what is between it and the next one."""
+    return [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+
+
+def _as(tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """The bytes at the start of a piece of memory in the shape and type of a tensor."""
+    return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

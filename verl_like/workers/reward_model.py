@@ -8,7 +8,7 @@ from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.workers.config.roles import RewardModelConfig
-from verl_like.workers.engine.mini_batches import Rows, forward, to_rows
+from verl_like.workers.engine.mini_batches import MicroBatch, forward, to_rows
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -41,8 +41,8 @@ class RewardModelWorker(ModelWorker):
         micro_batching = MicroBatching(
             self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
         )
-        (rm_scores_BR,) = forward(self.engine, to_rows(data, self.device), micro_batching, self._score)
+        (rm_scores_BR,) = forward(self.engine, to_rows(data), micro_batching, self._score)
         return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
 
-    def _score(self, micro: Rows) -> tuple[torch.Tensor]:
-        return (on_last_token(self.engine.run(self.engine.pack(micro)), micro["response_mask"]),)
+    def _score(self, micro: MicroBatch) -> tuple[torch.Tensor]:
+        return (on_last_token(self.engine.run(self.engine.pack(micro.on_host)), micro["response_mask"]),)

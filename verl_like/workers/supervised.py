@@ -19,6 +19,7 @@ from verl_like.workers.config.supervised import (
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
+    MicroBatch,
     MicroMetrics,
     MiniBatch,
     Rows,
@@ -83,7 +84,7 @@ class SupervisedWorker(TrainedWorker):
         """The metrics of the batch under the present model: `loss`, and those of an update without their prefix."""
         parts: list[MicroMetrics] = []
 
-        def measure(micro: Rows) -> tuple[()]:
+        def measure(micro: MicroBatch) -> tuple[()]:
             losses, values = self.losses(micro)
             parts.append(_means(values | {"loss": losses}, micro))
             return ()
@@ -92,10 +93,10 @@ class SupervisedWorker(TrainedWorker):
         return DataProto.from_dict(tensors={}, meta_info={"metrics": merge_metrics(read_metrics(parts))})
 
     def rows_of(self, data: DataProto) -> Rows:
-        """The batch on the device, with what the loss needs besides."""
-        return to_rows(data, self.device)
+        """The batch, with what the loss needs besides."""
+        return to_rows(data)
 
-    def loss(self, micro: Rows, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+    def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of the whole batch."""
         losses, values = self.losses(micro)
         count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
@@ -103,7 +104,7 @@ class SupervisedWorker(TrainedWorker):
         metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((micro["response_mask"].sum(),), Metric.sum)
         return losses.sum() / count, metrics
 
-    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of each learned token, (b, R) and 0 elsewhere, or of each row, (b,); and metrics of that shape."""
         raise NotImplementedError
 
@@ -114,9 +115,9 @@ class SFTWorker(SupervisedWorker):
     model_class = PolicyModel
     prefix = "sft"
 
-    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """-log p(token | those before) of each learned token, (b, R)."""
-        return -_log_probs(self.engine, micro), {}
+        return -_log_probs(self.engine, micro.on_host), {}
 
 
 class RMWorker(SupervisedWorker):
@@ -125,9 +126,9 @@ class RMWorker(SupervisedWorker):
     model_class = RewardModel
     prefix = "rm"
 
-    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """-log sigmoid(r_c - r_r - margin) of each pair, (b,); a reward is read at a conversation's last token."""
-        chosen_B, rejected_B = self.engine.run(self.engine.pack(_of_pairs(micro))).view(-1, 2).unbind(1)
+        chosen_B, rejected_B = self.engine.run(self.engine.pack(_of_pairs(micro.on_host))).view(-1, 2).unbind(1)
         return pairwise_loss(chosen_B - rejected_B - micro["margin"]), preference_metrics(chosen_B, rejected_B)
 
 
@@ -158,9 +159,9 @@ class DPOWorker(SupervisedWorker):
             log_probs = forward(
                 self.reference, rows, self.micro_batching, lambda micro: (_answer_log_probs(self.reference, micro),)
             )
-        return rows | {"reference_log_probs": log_probs[0].to(self.device)}
+        return rows | {"reference_log_probs": log_probs[0]}
 
-    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss `training.loss_type` of each pair, (b,). The reward of an answer is beta log(pi / reference)."""
         log_ratios_B2 = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
         chosen_B, rejected_B = log_ratios_B2.unbind(1)
@@ -193,9 +194,9 @@ class ILQLWorker(SupervisedWorker):
                     target.add_(parameters[name.replace("target_", "")] - target, alpha=self.training.polyak)
         return result
 
-    def losses(self, micro: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the configuration."""
-        settings, packed = self.training, self.engine.pack(micro)
+        settings, packed = self.training, self.engine.pack(micro.on_host)
         columns = [packed.unpack(scored) for scored in self.engine.run(packed)]
         terms = ilql_losses(
             *columns,
@@ -210,21 +211,21 @@ class ILQLWorker(SupervisedWorker):
         return losses, metrics | dict(zip(("target_q", "value"), columns[-2:], strict=True))
 
 
-def _means(values: dict[str, torch.Tensor], micro: Rows) -> MicroMetrics:
+def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
     return {name: DeviceMetric.of(name, value, micro["response_mask"]) for name, value in values.items()}
 
 
-def _of_pairs(micro: Rows) -> Rows:
+def _of_pairs(rows: Rows) -> Rows:
     """The conversations of b pairs, (2b, T): each chosen one before its rejected one."""
-    return {name: micro[name].reshape(2 * len(micro[name]), -1) for name in SEQUENCE_COLUMNS}
+    return {name: rows[name].reshape(2 * len(rows[name]), -1) for name in SEQUENCE_COLUMNS}
 
 
-def _log_probs(engine: TrainingEngine, micro: Rows) -> torch.Tensor:
+def _log_probs(engine: TrainingEngine, rows: Rows) -> torch.Tensor:
     """(b, R) float32, 0 where nothing is learned."""
-    packed = engine.pack(micro)
+    packed = engine.pack(rows)
     return packed.unpack(engine.run(packed, 1.0)[0])
 
 
-def _answer_log_probs(engine: TrainingEngine, micro: Rows) -> torch.Tensor:
+def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
     """Log-probability of the chosen and of the rejected answer of each pair, (b, 2) float32."""
-    return _log_probs(engine, _of_pairs(micro)).sum(-1).view(-1, 2)
+    return _log_probs(engine, _of_pairs(micro.on_host)).sum(-1).view(-1, 2)

@@ -39,7 +39,7 @@ class TrainingEngine(Protocol):
         """Within it a model that has an adapter computes as it does without."""
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
-        """This rank's part of the rows, without padding."""
+        """This rank's part of rows of the host, without padding, on the device."""
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         """What the model computes for a packed batch."""

@@ -170,9 +170,9 @@ class FsdpEngine(TrainingEngine):
         return self.optimizer is not None and is_wanted
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Parameters go to their places. Buffers, which are another tensor after each move, go to any memory."""
+        """A parameter goes to its place. Buffers, which are small, stay."""
         places = self._parameter_places
-        return places.to_host(id(tensor), tensor) if id(tensor) in places else tensor.to("cpu")
+        return places.to_host(id(tensor), tensor) if id(tensor) in places else tensor
 
     @cached_property
     def _parameter_places(self) -> HostMemory:
@@ -198,7 +198,7 @@ class FsdpEngine(TrainingEngine):
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         packed = pack(rows)
-        return packed if self.exchange is None else packed.shard(self.exchange)
+        return (packed if self.exchange is None else packed.shard(self.exchange)).on(self.device)
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         return self.model(packed, *inputs)

@@ -16,12 +16,13 @@ from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.pinned_memory import to_device
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
 
 Rows = dict[str, torch.Tensor]
-"""Some rows of a batch by column, on the engine's device."""
+"""Some rows of a batch by column."""
 
 
 @dataclass(frozen=True)
@@ -113,20 +114,31 @@ class DeviceMetric:
 
 MicroMetrics = dict[str, DeviceMetric]
 
-MicroLoss = Callable[[Rows, MiniBatch], tuple[torch.Tensor, MicroMetrics]]
+MicroLoss = Callable[["MicroBatch", MiniBatch], tuple[torch.Tensor, MicroMetrics]]
 """(rows of a micro-batch, its mini-batch) -> the micro-batch's share of the loss, and its metrics."""
 
 
-def to_rows(data: DataProto, device: str) -> Rows:
-    """The batch's tensors on the device; padding rows lose their response tokens, so that they count nowhere."""
-    rows = {name: column.to(device) for name, column in data.tensors().items()}
+class MicroBatch(dict[str, torch.Tensor]):
+    """The rows of a pass, on the device. `on_host` has them on the host, where they are packed without a wait."""
+
+    def __init__(self, on_host: Rows, device: str) -> None:
+        super().__init__(to_device(on_host, device))
+        self.on_host = on_host
+
+
+def to_rows(data: DataProto) -> Rows:
+    """The batch's tensors, on the host; padding rows lose their response tokens, so that they count nowhere."""
+    rows = data.tensors()
     if PAD_COLUMN in rows:
         rows["response_mask"] = rows["response_mask"] * ~rows[PAD_COLUMN].unsqueeze(-1)
     return rows
 
 
 def forward(
-    engine: TrainingEngine, rows: Rows, micro_batching: MicroBatching, run: Callable[[Rows], tuple[torch.Tensor, ...]]
+    engine: TrainingEngine,
+    rows: Rows,
+    micro_batching: MicroBatching,
+    run: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
 ) -> list[torch.Tensor]:
     """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row.
 
@@ -135,7 +147,7 @@ def forward(
     all_rows = torch.arange(len(rows["input_ids"]))
     (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size)
     with engine.on_device():
-        outputs = [run({name: column[at] for name, column in rows.items()}) for at in micro_batches]
+        outputs = [run(_micro_batch(engine, rows, at)) for at in micro_batches]
     place_B = torch.cat(micro_batches).argsort()
     return [torch.cat(column).cpu()[place_B] for column in zip(*outputs, strict=True)]
 
@@ -172,8 +184,7 @@ def update(
                 continue
             unread: list[MicroMetrics] = []
             for index, ((all_rows, loss), mini_batch, micro_batch) in enumerate(passes):
-                micro_rows = {name: column[micro_batch] for name, column in all_rows.items()}
-                micro_loss, micro_metrics = loss(micro_rows, mini_batch)
+                micro_loss, micro_metrics = loss(_micro_batch(engine, all_rows, micro_batch), mini_batch)
                 engine.backward(micro_loss, is_last=index == len(passes) - 1)
                 unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.loss(micro_loss, both)}]
             norms.append(engine.step())
@@ -227,6 +238,10 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> 
     ] * schedule.epochs
 
 
+def _micro_batch(engine: TrainingEngine, rows: Rows, at: torch.Tensor) -> MicroBatch:
+    return MicroBatch({name: column[at] for name, column in rows.items()}, engine.device)
+
+
 def _micro_batches(
     rows: Rows, chunks: Sequence[torch.Tensor], micro_batching: MicroBatching, sequence_parallel_size: int
 ) -> list[list[torch.Tensor]]:
@@ -237,7 +252,7 @@ def _micro_batches(
     """
     if not micro_batching.by_tokens:
         return [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
-    lengths_B = rows["attention_mask"].sum(-1).cpu()
+    lengths_B = rows["attention_mask"].sum(-1)
     pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
     lengths = [lengths_B[chunk].tolist() for chunk in chunks]
     needed = torch.tensor([len(pack(of_chunk)) for of_chunk in lengths])

@@ -199,7 +199,8 @@ def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
         sequence_lengths=_LENGTHS,
         scored=torch.arange(1),
         labels=torch.ones(1, dtype=torch.int64),
-        response_mask=torch.ones(1, 1, dtype=torch.bool),
+        places=torch.zeros(1, dtype=torch.int64),
+        padded_shape=torch.Size((1, 1)),
     )
     if sequence_parallel_size > 1:
         batch = batch.shard(_NoExchange(sequence_parallel_size))

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from verl_like.workers.models.sequence_exchange import SequenceExchange
+from verl_like.workers.pinned_memory import to_device
 
 # Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
 # S sequences.
@@ -31,8 +33,10 @@ class PackedBatch:
     """(M,) int64: packed index of the token *before* each response token, whose output predicts it."""
     labels: torch.Tensor
     """(M,) int64, the response tokens themselves."""
-    response_mask: torch.Tensor
-    """(B, R) bool, where in the padded rows the M scored tokens lie."""
+    places: torch.Tensor
+    """(M,) int64, where the scored tokens lie among the B * R of the padded rows."""
+    padded_shape: torch.Size
+    """(B, R)."""
     exchange: SequenceExchange | None = None
     """The ranks that share the batch; tokens and scored tokens are then this rank's alone, m of the M."""
     scored_before: int = 0
@@ -40,12 +44,18 @@ class PackedBatch:
     num_scored: int = 0
     """M, where ranks share the batch."""
 
+    def on(self, device: str) -> "PackedBatch":
+        """The batch with its tensors on a device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = to_device(tensors, device)
+        return replace(self, **moved)
+
     def unpack(self, scored_values: torch.Tensor) -> torch.Tensor:
-        """(M,) -> (B, R) float32, zero outside the response mask; differentiable; a share's values are gathered."""
+        """(M,) -> (B, R) float32, zero elsewhere; differentiable; a share's values are gathered."""
         if self.exchange is not None:
             scored_values = self.exchange.gather(scored_values, self.scored_before, self.num_scored)
-        padded = torch.zeros(self.response_mask.shape, dtype=torch.float32, device=scored_values.device)
-        return padded.masked_scatter(self.response_mask, scored_values.float())
+        padded = torch.zeros(self.padded_shape.numel(), dtype=torch.float32, device=scored_values.device)
+        return padded.index_copy(0, self.places, scored_values.float()).view(self.padded_shape)
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
         """This rank's share of the tokens, with the scored tokens among them; `unpack` gathers their values.
@@ -57,7 +67,7 @@ class PackedBatch:
         share = (num_tokens + filler) // exchange.size
         tokens = slice(exchange.rank * share, (exchange.rank + 1) * share)
         # Scored tokens ascend, so those of a share lie next to each other.
-        bounds = torch.arange(exchange.rank, exchange.rank + 2, device=self.scored.device) * share
+        bounds = torch.arange(exchange.rank, exchange.rank + 2) * share
         first, last = torch.searchsorted(self.scored, bounds).tolist()
         cu_seqlens, sequence_lengths = self.cu_seqlens, self.sequence_lengths
         if filler:
@@ -80,8 +90,8 @@ class PackedBatch:
 def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
     """Removes the padding of rows: `input_ids`, `attention_mask`, `position_ids` (B, T), `response_mask` (B, R).
 
-    The last R of a row's T positions are the response. Raises ValueError for a row without any token, or a response
-    token that has no attended token before it.
+    Rows of the host are packed without a wait for the device. The last R of a row's T positions are the response.
+    Raises ValueError for a row without any token, or a response token that has no attended token before it.
     """
     input_ids = rows["input_ids"]
     attended_BT, scored_BR = rows["attention_mask"].bool(), rows["response_mask"].bool()
@@ -102,5 +112,6 @@ def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         sequence_lengths=lengths.tolist(),
         scored=packed_index_BT[:, prompt_length - 1 : -1][scored_BR],
         labels=input_ids[:, prompt_length:][scored_BR],
-        response_mask=scored_BR,
+        places=scored_BR.flatten().nonzero().squeeze(1),
+        padded_shape=scored_BR.shape,
     )
