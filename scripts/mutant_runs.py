@@ -63,35 +63,52 @@ class Baseline:
 
 
 IN_OTHER_PROCESSES = """
+import atexit
 import contextlib
 import os
 import threading
-import time
 
 if "COVERED_TEST" in os.environ:
-    with contextlib.suppress(ImportError):  # a test that sets PYTHONPATH hides it
+    with contextlib.suppress(Exception):  # not there for a test that sets PYTHONPATH
         import coverage
 
         folder = os.path.dirname(__file__)
         covered = coverage.Coverage(
-            data_file=folder + "/.covered", data_suffix=True, auto_data=True, config_file=False,
+            data_file=folder + "/.covered", data_suffix=True, config_file=False,
             include=[folder + "/verl_like/*"], context=os.environ["COVERED_TEST"],
         )
         covered.set_option("run:disable_warnings", ["no-data-collected"])
         covered.start()
+        saving, ending = threading.Lock(), threading.Event()
+
+        def save():  # the process may be allowed to write no more, and its test reads what it prints
+            with saving, contextlib.suppress(BaseException):
+                covered.save()
 
         def save_now_and_then():  # Ray ends its processes without a word
-            while True:
-                time.sleep(1)
-                covered.save()
+            while not ending.wait(1):
+                save()
 
         def start_saving():
             threading.Thread(target=save_now_and_then, daemon=True).start()
 
+        def go_on_in_child():  # workers are forked, and threads are not
+            saving.release()
+            start_saving()
+
+        def save_at_exit():
+            ending.set()
+            save()
+
         start_saving()
-        os.register_at_fork(after_in_child=start_saving)  # workers are forked, and threads are not
+        atexit.register(save_at_exit)
+        # A fork within a save would have locks that nobody opens.
+        os.register_at_fork(before=saving.acquire, after_in_parent=saving.release, after_in_child=go_on_in_child)
 """
-"""Python runs this at the start of each process that a test starts: ranks of a group, reward processes."""
+"""Python runs this at the start of each process that a test starts: ranks of a group, reward processes.
+
+The process goes on as it would without it, whatever becomes of the coverage.
+"""
 
 
 class Recorder:
@@ -130,14 +147,13 @@ class Recorder:
         tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         parts = [self.coverage.get_data(), *(coverage.CoverageData(str(path)) for path in root.glob(".covered.*"))]
         for data in parts:
-            try:
+            # The file of a process may be cut: one that was killed as it wrote, or whose files have a limit.
+            with contextlib.suppress(coverage.exceptions.DataError):
                 data.read()
-            except coverage.exceptions.DataError:  # of a process that was killed as it wrote for the first time
-                continue
-            for path in data.measured_files():
-                for line, contexts in data.contexts_by_lineno(path).items():
-                    of_line = tests[str(Path(path).relative_to(root))][line]
-                    of_line.update({test for context in contexts for test in self._tests(context)} - self.failed)
+                for path in data.measured_files():
+                    for line, contexts in data.contexts_by_lineno(path).items():
+                        of_line = tests[str(Path(path).relative_to(root))][line]
+                        of_line.update({test for context in contexts for test in self._tests(context)} - self.failed)
         return {"seconds": self.seconds, "tests": tests, "failed": self.failed}
 
     def _tests(self, context: str) -> list[str]:

@@ -190,6 +190,7 @@ def test_an_overlong_prompt_is_an_error_that_names_the_row_and_the_fixes(
             r"reward_model\['ground_truth'\] is dict .*nan.*, expected the right answer",
         ),
         ({"images": [{"bytes": "x"}]}, "field 'images' is list .*, expected nothing, since the models here read text"),
+        ({"video": "x" * 100}, "field 'video' is str '" + "x" * 79 + ", expected nothing"),
         ({"video": "clip.mp4"}, "field 'video' is str 'clip.mp4', expected nothing"),
         ({"extra_info": "index 3"}, "field 'extra_info' is str 'index 3', expected an object"),
     ],

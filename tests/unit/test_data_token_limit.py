@@ -77,6 +77,7 @@ def test_the_bound_is_the_longest_token_to_the_character():
     assert not TokenLimit(tokenizer, 5).is_exceeded("x" * (5 * len(longest)))
     assert TokenLimit(tokenizer, 5).is_exceeded("x" * (5 * len(longest) + 1))
     assert not TokenLimit(tokenizer, 5).is_exceeded("x" * (5 * len(longest)) + " " * 999)
+    assert not TokenLimit(tokenizer, 5).is_exceeded(" ".join("x" * (5 * len(longest))))
 
 
 def test_a_tokenizer_that_may_leave_characters_out_or_join_them_has_no_bound():
@@ -84,7 +85,8 @@ def test_a_tokenizer_that_may_leave_characters_out_or_join_them_has_no_bound():
     removing = byte_pairs(splitters=[pre_tokenizers.Split("x", "removed")])
     few_bytes = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     few_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    for backend in (words, removing, few_bytes):
+    changing = byte_pairs(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Nmt()]))
+    for backend in (words, removing, few_bytes, changing):
         limit = TokenLimit(wrapped(backend), 2)
         assert limit.longest_token is None and not limit.is_exceeded("x" * 10_000)
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from verl_like.export import export
+from verl_like.export import export, main
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
@@ -177,3 +177,36 @@ def test_the_command_exports_and_names_a_disk_that_takes_no_more(actor, tmp_path
     export(actor[0], tmp_path / "exported", "float32")
     assert files_of(tmp_path / "new/model") == files_of(tmp_path / "exported")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+def test_the_command_reads_its_arguments_and_says_what_they_are(
+    actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def command(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["export.py", *arguments])
+        return main()
+
+    role_folder = str(actor[0])
+    for dtype in ("float32", "bfloat16"):
+        assert command(role_folder, str(tmp_path / dtype), "--dtype", dtype) == 0
+        export(actor[0], tmp_path / f"expected_{dtype}", dtype)
+        assert files_of(tmp_path / dtype) == files_of(tmp_path / f"expected_{dtype}")
+    capsys.readouterr()
+    assert command("--ema", role_folder, str(tmp_path / "averaged")) == 2
+    assert f"verl_like: {role_folder}/checkpoint has no average of the weights" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        command(role_folder, str(tmp_path / "half"), "--dtype=float16")
+    assert ended.value.code == 2 and "invalid choice: 'float16'" in capsys.readouterr().err
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        command("--help")
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and said.startswith(
+        "usage: python -m verl_like.export [-h] [--dtype {bfloat16,float32}] [--ema] CHECKPOINT_ROLE_FOLDER OUT\n\n"
+        "Makes a Hugging Face folder of a model in a checkpoint\n"
+    )
+    for part in (
+        "positional arguments: CHECKPOINT_ROLE_FOLDER global_step_N/<role> OUT the folder to make options: ",
+        " --dtype {bfloat16,float32} default: in which the layers computed --ema the average of the weights (actor.ema",
+    ):
+        assert part in " ".join(said.split())

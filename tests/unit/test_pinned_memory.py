@@ -16,6 +16,7 @@ class Runtime:
         self.registered: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 0
         self.registered[address] = num_bytes
         return 0
 

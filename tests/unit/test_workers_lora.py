@@ -154,6 +154,16 @@ def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
     torch.testing.assert_close(log_probs_of(loaded, make_batch()), log_probs, atol=2e-5, rtol=0)
 
 
+def test_an_adapter_whose_model_is_gone_is_not_exported(path: str, tmp_path: Path):
+    model = shutil.copytree(path, tmp_path / "model")
+    local_group(ActorWorker, policy(str(model))).save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    shutil.rmtree(model)
+    message = rf"actor/checkpoint has an adapter of {model}, which cannot be read \(.*\): put that model there"
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "actor", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 def test_an_adapter_and_its_model_are_merged_in_float32_and_rounded_once(path: str, tmp_path: Path):
     settings = policy(path)
     own = settings.actor.fsdp_config.model_copy(update={"dtype": "bfloat16"})
