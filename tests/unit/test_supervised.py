@@ -15,8 +15,10 @@ from verl_like.protocol import metric_values
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
-from verl_like.trainer.supervised.run_supervised import check_inputs, pool_of, worker_arguments
+from verl_like.trainer.console import RunConsole
+from verl_like.trainer.report import write_report
+from verl_like.trainer.supervised.config import DPOConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, pool_of, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 
@@ -194,13 +196,53 @@ def test_a_run_has_a_process_for_each_device_of_each_node(model_path: str):
     config = config_of(model_path, "unused", "trainer.nnodes=3", "trainer.n_gpus_per_node=2", "data.train_batch_size=6")
     pool = pool_of(config)
     assert list(pool.store) == [2, 2, 2] and config.num_processes_of_run == pool.world_size == 6
+    assert not pool.use_gpu and pool_of(config.updated({"trainer.device": "cuda"})).use_gpu
 
 
 def test_rows_and_ranks_that_do_not_divide_are_refused(model_path: str):
-    with pytest.raises(ValueError, match=r"train_batch_size=5 does not divide by 2"):
+    with pytest.raises(ValueError, match=r"train_batch_size=5 does not divide by 2, the 2 ranks over"):
         config_of(model_path, "x", "data.train_batch_size=5", "trainer.n_gpus_per_node=2")
     with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size=3 does not divide the 2 ranks"):
         config_of(model_path, "x", "trainer.n_gpus_per_node=2", "training.ulysses_sequence_parallel_size=3")
+
+
+def test_an_unsharded_model_of_several_ranks_is_refused(model_path: str):
+    single = "model.fsdp_config.strategy=single"
+    with pytest.raises(ValueError, match="strategy=single is for one process, and the run has 3 ranks; set ddp"):
+        config_of(model_path, "x", single, "trainer.n_gpus_per_node=3", "data.train_batch_size=6")
+    assert config_of(model_path, "x", single).model.fsdp_config.strategy == "single"
+
+
+def test_a_run_says_how_many_rows_it_has_and_how_many_were_too_long(model_path: str, tmp_path: Path):
+    rows = [{"prompt": "ab", "response": "c" * length} for length in (1, 2, 30, 3)]
+    train, val = (write_rows(tmp_path / f"{name}.jsonl", rows[:3] + rows) for name in ("train", "val"))
+    settings = [f"data.val_files={val}", "data.val_max_samples=2", "data.max_length=20", "data.train_batch_size=1"]
+    for overlong, note in (
+        ("drop", "5 training conversations (2 too long and left out, 0 cut)"),
+        ("truncate", "7 training conversations (0 too long and left out, 2 cut)"),
+    ):
+        inputs = check_inputs(config_of(model_path, train, *settings, f"data.overlong={overlong}"), None)
+        assert inputs.notes == (note, "2 validation conversations")
+    inputs = check_inputs(config_of(model_path, train, "data.train_max_samples=2", "data.train_batch_size=1"), None)
+    assert inputs.notes == ("2 training conversations",)
+
+
+def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    metrics = {"loss": 0.125, "accuracy": 0.75, "lr": 2e-5, "grad_norm": 1.5, "margin": 0.5}
+    row = {f"dpo/{name}": value for name, value in metrics.items()}
+    row |= {"step": 3, "perf/total_throughput": 1234.0, "timing_s/step": 4.0, "timing_s/update_model": 3.0}
+    display = KINDS[DPOConfig].display
+    RunConsole(display, str).show_step(3, 20, row)
+    line = " ".join(capsys.readouterr().out.split())
+    assert line == "step 3/20 loss 0.1250 acc 0.750 lr 2.0e-05 grad 1.50 tok/s 1,234 4.00 s: update_model 3.00"
+    empty = {"title": "", "summary": "", "steps": [], "placement": [], "generations": [], "config": ""}
+    write_report(tmp_path / "report.html", metrics=[row], display=display, **empty)
+    said = (tmp_path / "report.html").read_text()
+    assert said.count("<svg") == 5
+    for title in ("Loss", "Rewards", "Accuracy", "Gradient norm", "Seconds a step"):
+        assert f"<!-- {title} -->" in said
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_with_its_row(model_path: str, tmp_path: Path):
