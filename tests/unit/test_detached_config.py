@@ -13,7 +13,7 @@ from verl_like.trainer.detached.config import DetachedConfig, broken_detached_ru
 from verl_like.trainer.detached.maker_holder import check_maker
 from verl_like.trainer.detached.run_detached import check_detached_inputs, check_trainer
 from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer, register_trainer
 
 
 class BeginningMaker(ExperienceMaker):
@@ -196,3 +196,13 @@ def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():
     assert config.trainer.device == "cuda"
     assert config.resource_pool_spec == {"maker_pool": (4,), "trainer_pool": (4,)}
     assert config.role_mapping["rollout"] == "maker_pool" and config.role_mapping["actor"] == "trainer_pool"
+
+
+def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    assert get_trainer() is RayPPOTrainer
+    assert register_trainer(TrainerOfAnotherMaker) is get_trainer() is TrainerOfAnotherMaker
+    message = r"TrainerOfOtherPrompts'> cannot train, for .*TrainerOfAnotherMaker'> is registered: name one such plugin"
+    with pytest.raises(ValueError, match=message):
+        register_trainer(TrainerOfOtherPrompts)
+    assert get_trainer() is TrainerOfAnotherMaker

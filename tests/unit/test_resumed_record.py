@@ -1,9 +1,11 @@
 """What a resumed run goes on with, of the record that it was to write."""
 
+import pytest
+
 from verl_like.trainer import checkpoint
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import ResumedRun, lock_run
+from verl_like.trainer.resume import ResumedRun, lock_run, read_config
 from verl_like.trainer.run_recorder import RunRecorder
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
@@ -31,3 +33,19 @@ def test_a_resumed_run_shows_the_generations_that_come_after_those_it_has_shown(
     resumed.show_generations(3, 7, row, num_shown=2)
     resumed.close("")
     assert shown == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: &one [1, 2]\nb: *one\n", "(it has an alias)"),
+        ("a: " + "[" * 50 + "]" * 50, "(it is nested more than 50 levels deep)"),
+    ],
+)
+def test_a_configuration_that_no_run_writes_is_refused_with_what_is_wrong_in_it(tmp_path, text, fault):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError) as refused:
+        read_config(tmp_path)
+    assert str(refused.value) == f"{tmp_path}/config.yaml is not YAML that a run writes {fault}"
+    (tmp_path / "config.yaml").write_text(f"a: {'[' * 49}7{']' * 49}")
+    assert list(read_config(tmp_path)) == ["a"]

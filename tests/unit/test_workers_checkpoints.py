@@ -97,8 +97,10 @@ def test_a_rank_that_has_no_tensor_or_one_writes_its_file(num_tensors: int, tmp_
     mesh = actor_group(tmp_path / "model").workers[0].engine.mesh
     state = {f"tensor {index}": torch.full((2, 3), float(index)) for index in range(num_tensors)}
     writer = ShardWriter(0, mesh)
-    writer.begin(state, tmp_path / "saved", lambda: None)
+    threads: list[str] = []
+    writer.begin(state, tmp_path / "saved", lambda: threads.append(threading.current_thread().name))
     assert writer.result(wait=True).keys() == {"rank_00000.safetensors"}
+    assert len(threads) == 1 and threads[0].startswith("checkpoint_")  # as a listing of the threads shows it
     written = load_file(tmp_path / "saved/rank_00000.safetensors")
     assert {name: tensor.tolist() for name, tensor in written.items()} == {
         name: tensor.tolist() for name, tensor in state.items()

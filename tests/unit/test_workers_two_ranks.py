@@ -31,6 +31,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.config.supervised import DPOTrainingConfig, ILQLTrainingConfig, SupervisedModelConfig
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_order
@@ -185,6 +186,12 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     critic.init_model()
     gradients, _ = gradients_of(critic, lambda: critic.update_critic(data))
     save_file(gradients, out / f"critic_gradients_{rank}")
+    # As if each rank were a trainer of its own, which got rows of its own.
+    os.environ |= JointTrainer(rank, 2, "127.0.0.1", port).worker_env("critic")
+    critic.update_critic(data.select_idxs([0, 1]))
+    with pytest.raises(ValueError) as refused:
+        critic.update_critic(data.select_idxs([0, 1, 2][rank:]))
+    (out / f"refused_{rank}").write_text(str(refused.value))
     dist.destroy_process_group()
 
 
@@ -340,6 +347,12 @@ def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_critic(data).get())
     for rank in (0, 1):
         assert relative_error(load_file(two_ranks / f"critic_gradients_{rank}"), gradients) < 2e-6
+
+
+def test_trainers_of_a_model_that_get_different_numbers_of_rows_are_refused(two_ranks):
+    for rank, num_rows in enumerate((3, 2)):
+        message = f"this rank got {num_rows} rows, others 2 to 3: give all trainers as many."
+        assert (two_ranks / f"refused_{rank}").read_text() == message
 
 
 def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pair_after_the_other(two_ranks):
