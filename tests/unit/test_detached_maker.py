@@ -1,5 +1,6 @@
 """A maker of detached training, in one process: its replicas, its tickets, and which weights it takes and validates."""
 
+import inspect
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,3 +110,32 @@ def test_a_push_that_comes_late_does_not_take_the_place_of_a_newer_one():
     for version in (1, 3, 2):
         holder.update_experience_maker(PushedWeights(version, {}))
     assert holder.pushed.version == 3
+
+
+def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):
+    config = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo", "detached.experience_batch_size=4")
+    ledger = PromptLedger(3, batch_size=4, detached=config.detached)
+    own = {"name_in_ledger": "maker_1", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_1", node="")}
+    own |= {"version": 0, "index": 1, "is_compared": True, "validated": 0, "sent": {}, "trainer_names": ["trainer_0"]}
+    holder = maker(config=config, ledger=ledger, start=lambda: None, load_newest_weights=lambda: None, **own)
+    num_made, submitted = iter([0, 1, 1]), []
+
+    def submit(tickets: Any, prompts: DataProto) -> None:
+        submitted.extend(ticket.number for ticket in tickets)
+        holder.in_flight |= dict.fromkeys(prompts.non_tensor_batch["uid"])
+
+    def advance() -> int:
+        if made := next(num_made):
+            holder.in_flight.clear()
+        return made
+
+    holder.submit, holder.advance = submit, advance
+
+    def load(tickets: Any) -> list[tuple[Any, DataProto]]:
+        return [(tickets, prompts(*(ticket.number for ticket in tickets)))] if tickets else []
+
+    # Ray may have made the class again, whose functions then have a module's names of their own.
+    names = inspect.unwrap(type(holder).workingloop).__globals__
+    monkeypatch.setitem(names, "ask", lambda *_, timeout: None)
+    assert holder.workingloop(SimpleNamespace(load=load), num_steps=2) == 2
+    assert submitted == list(range(8)) and not list(num_made)  # of the first step and, one ahead, of the second

@@ -1,0 +1,171 @@
+"""The driver of a detached run: where its pools lie, which failed side is started again, and what the others say."""
+
+import concurrent.futures
+import re
+import time
+from collections import Counter
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+from test_detached_config import config_of
+
+from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
+from verl_like.trainer.detached import run_detached
+from verl_like.trainer.detached.run_detached import DetachedRun, check_shared_memory
+from verl_like.trainer.detached.side import LEDGER, SideRecorder
+
+
+class Actors:
+    """In the place of Ray's: makers that are started, and what is asked of the ledger."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.asked: list[tuple[Any, ...]] = []
+        self.killed: list[Any] = []
+
+    def options(self, *, name: str, num_cpus: int) -> Any:
+        assert num_cpus == 0  # all CPUs are the workers'
+
+        def start(*_: Any, **arguments: Any) -> Any:
+            self.started.append((name, arguments))
+            return SimpleNamespace(workingloop=SimpleNamespace(remote=lambda: f"loop of {name}"))
+
+        return SimpleNamespace(remote=start)
+
+    def ask(self, *call: Any, timeout: float) -> None:
+        self.asked.append(call)
+
+    def get_actor(self, name: str) -> None:
+        raise ValueError(f"there is no {name}")
+
+
+def get(reference: Future, timeout: float) -> Any:
+    try:
+        return reference.result(timeout)
+    except concurrent.futures.TimeoutError:
+        raise GetTimeoutError from None
+
+
+def wait(references: list[Future], *, num_returns: int = 1, timeout: float) -> None:
+    until = ALL_COMPLETED if num_returns == len(references) else FIRST_COMPLETED
+    concurrent.futures.wait(references, timeout, until)
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
+    actors = Actors()
+    monkeypatch.setattr(run_detached, "ExperienceMakerHolder", actors)
+    monkeypatch.setattr(run_detached, "ask", actors.ask)
+    monkeypatch.setattr(ray, "get_actor", actors.get_actor)
+    monkeypatch.setattr(ray, "kill", actors.killed.append)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", wait)
+    return actors
+
+
+def run_of(num_makers: int, said: list[str]) -> DetachedRun:
+    """A run whose makers and trainer have started, without its files."""
+    config = config_of(f"detached.num_makers={num_makers}", "detached.max_restarts=2")
+    names = [*config.trainer_names, *config.maker_names]
+    pool = SimpleNamespace(resource_pool_dict={}, create_resource_pool=lambda: None)
+    run = object.__new__(DetachedRun)
+    run.config, run.fingerprints, run.resumed, run.failure = config, {}, None, None
+    run.pools = dict.fromkeys(names, pool)
+    run.actors = {name: SimpleNamespace(name=name) for name in (*names, LEDGER)}
+    run.loops, run.reports = {}, {name: SideRecorder(name, node="10.0.0.9", pid=77) for name in names}
+    run.restarts_left, run.starts = Counter(dict.fromkeys(config.maker_names, 2)), Counter()
+    run.record = SimpleNamespace(validated=4, validations={7: {}, 5: {}})
+    run.recorder = SimpleNamespace(console=SimpleNamespace(say=said.append))
+    return run
+
+
+def test_makers_and_trainer_that_share_memory_have_to_be_on_one_node(monkeypatch: pytest.MonkeyPatch):
+    nodes = [{"NodeID": f"id {number}", "NodeManagerAddress": f"10.0.0.{number}"} for number in (1, 2)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda bundles: {"bundles_to_node_id": bundles})
+
+    def pool(name: str, *numbers: int) -> Any:
+        groups = [{bundle: f"id {number}"} for bundle, number in enumerate(numbers)]
+        return SimpleNamespace(name=name, get_placement_groups=lambda: groups)
+
+    check_shared_memory([pool("trainer_pool", 2, 2), pool("maker_pool", 2)])
+    with pytest.raises(
+        PlacementError, match=r"are trainer_pool on 10\.0\.0\.1; maker_pool on 10\.0\.0\.1, 10\.0\.0\.2: "
+    ):
+        check_shared_memory([pool("trainer_pool", 1), pool("maker_pool", 2, 1)])
+
+
+def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the_last_validation(actors: Actors):
+    said: list[str] = []
+    run = run_of(2, said)
+    run.start_maker("maker_1")
+    for number in (1, 2):
+        run.failed("maker_1", WorkerError("maker_1", 0, "10.0.0.9", 77, "make", f"Traceback\nOSError: fault {number}"))
+    assert actors.asked == [(LEDGER, "lost", "maker_1.1"), (LEDGER, "lost", "maker_1.2")]
+    assert [(name, given["start"], given["validated"]) for name, given in actors.started] == [
+        ("maker_1", 1, 7), ("maker_1", 2, 7), ("maker_1", 3, 7),
+    ]  # fmt: skip
+    assert all(given["env_info"] == {"rank": 1, "world_size": 2} for _, given in actors.started)
+    assert [re.sub(".*: ", "", line) for line in said] == ["fault 1", "fault 2"]
+    with pytest.raises(WorkerError, match="fault 3"):
+        run.failed("maker_1", WorkerError("maker_1", 0, "10.0.0.9", 77, "make", "OSError: fault 3"))
+    assert len(actors.started) == 3
+
+
+def ended(cause: Exception) -> Future:
+    """A loop that ended by this."""
+    loop: Future = Future()
+    loop.set_exception(RayTaskError("workingloop", "the stack of the loop", cause, proctitle="", pid=1, ip="10.0.0.9"))
+    return loop
+
+
+def test_a_loop_that_ends_by_a_worker_is_its_own_sides_failure_and_by_another_side_that_sides(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch
+):
+    run, failed = run_of(1, []), []
+    monkeypatch.setattr(run, "failed", lambda name, error: failed.append((name, error)))
+    died = WorkerDied("rollout", 3, "10.0.0.9", 78, "generate_sequences", "killed")
+    late = CallTimeout("rollout", "generate_sequences", 9.0, "rank 3")
+    for cause in (died, late):
+        run.end_of_loop("maker_0", ended(cause))
+        assert failed.pop() == ("maker_0", cause)
+    for cause in (WorkerDied("trainer_0", 0, "?", 0, "extend", "killed"), CallTimeout(LEDGER, "take", 9.0, LEDGER)):
+        run.end_of_loop("maker_0", ended(cause))
+        assert failed.pop() == (cause.role, cause)
+    run.end_of_loop("maker_0", ended(ZeroDivisionError("of the program")))
+    ((name, error),) = failed
+    assert name == "maker_0" and (error.role, error.node, error.pid, error.method) == (
+        "maker_0",
+        "10.0.0.9",
+        77,
+        "its loop",
+    )
+    assert "the stack of the loop" in error.cause
+
+
+def test_a_side_that_answers_late_says_what_it_does_and_one_that_does_not_is_removed(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_detached, "STATUS_S", 1.0)
+    monkeypatch.setattr(run_detached, "POLL_S", 0.05)
+    run = run_of(2, [])
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+
+        def late() -> Future:
+            return threads.submit(lambda: time.sleep(0.4) or "maker_0: making experience for 3 s\n")
+
+        done: Future = Future()
+        done.set_result("trainer_0: update for 2 s\n")
+        for name, answer in (("trainer_0", lambda: done), ("maker_0", late), ("maker_1", Future)):
+            run.actors[name].status = SimpleNamespace(remote=answer)
+        said = run.statuses()
+    assert said.splitlines() == [
+        "trainer_0: update for 2 s",
+        "maker_0: making experience for 3 s",
+        "maker_1 does not answer: it is stopped or dead",
+    ]
+    assert [actor.name for actor in actors.killed] == ["maker_1"]
