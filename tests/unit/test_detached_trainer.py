@@ -1,7 +1,8 @@
 """A trainer of detached training, in one process: where it meets the others, and what it learns from."""
 
 import inspect
-import threading
+from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import torch
 from test_detached_config import IN_FLIGHT, config_of
 
 from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.side import SideRecorder
+from verl_like.trainer.learner import Update
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.planning.flops import ModelCost
 
@@ -68,10 +74,63 @@ def test_a_bypass_takes_the_log_probabilities_of_the_engine_for_the_actors(bypas
         start=lambda: None,
         push=lambda: None,
         pending=None,
-        pushing=threading.Lock(),
     )
     with pytest.raises(Seen) as seen:
         side.fit(total_steps=1)
     (learned,) = seen.value.args
     expected = columns["rollout_log_probs" if bypass else "old_log_probs"]
     assert torch.equal(learned.batch["old_log_probs"], expected)
+
+
+class Saver(Worker):
+    """Writes a folder for a model, and has written a checkpoint when it is waited for."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, path: str, wait: bool) -> None:
+        assert not wait
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_result(self, wait: bool) -> dict | None:
+        return {"rank_0.safetensors": {"bytes": 7}} if wait else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, path: str) -> None:
+        Path(path).mkdir(parents=True)
+
+
+def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_after_every_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    columns = {"attention_mask": torch.ones(2, 5), "position_ids": torch.arange(5).expand(2, 5)}
+    batch = DataProto.from_dict(columns | {"response_mask": torch.ones(2, 2)})
+    learned: list[tuple[int, int]] = []
+    pushed: list[int] = []
+
+    def learn(experience: Any) -> Update:
+        learned.append(experience.batch.meta_info["part_of_step"])
+        side.learner.version += 1
+        return Update([], {})
+
+    group = LocalWorkerGroup(ClassWithInitArgs(Saver), role="actor")
+    settings = [f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=2"]
+    side = trainer(
+        config_of(*settings),
+        learner=SimpleNamespace(version=0, learn=learn, trained={"actor": group}),
+        buffer=SimpleNamespace(take=lambda *_: ([0, 1], batch), metrics=deque()),
+        ledger=SimpleNamespace(trained=lambda *_: {"trained": 2}, last_step=lambda: 5, state=lambda: {"next": 9}),
+        comparisons=SimpleNamespace(in_step=True, awaited=(), begin_step=list),
+        model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
+        start=lambda: None,
+        push=lambda: pushed.append(side.learner.version),
+        pending=None,
+    )
+    monkeypatch.setitem(inspect.unwrap(type(side).fit).__globals__, "batch_metrics", lambda *_: {})
+    assert side.fit(total_steps=7, update_steps=2) == 5  # the ledger says that the run ends early
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["global_step_5.partial"]
+    assert (tmp_path / "global_step_5.partial/actor/huggingface").is_dir()
+    assert learned == [(1, 1)] * 5 and pushed == [0, 2, 4]
+    assert [(step, saved) for step, _, _, saved in side.recorder.rows] == [
+        (step, {"ledger": {"next": 9}} if step in (2, 4, 5) else None) for step in range(1, 6)
+    ]
+    written = {"actor/checkpoint/rank_0.safetensors": {"bytes": 7}}
+    assert list(side.recorder.files) == [(step, written) for step in (2, 4, 5)]

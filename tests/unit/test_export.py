@@ -188,9 +188,9 @@ def test_the_command_reads_its_arguments_and_says_what_they_are(
 
     role_folder = str(actor[0])
     for dtype in ("float32", "bfloat16"):
-        assert command(role_folder, str(tmp_path / dtype), "--dtype", dtype) == 0
-        export(actor[0], tmp_path / f"expected_{dtype}", dtype)
-        assert files_of(tmp_path / dtype) == files_of(tmp_path / f"expected_{dtype}")
+        assert command(role_folder, str(tmp_path / f"new/{dtype}/model"), "--dtype", dtype) == 0
+        export(actor[0], tmp_path / dtype, dtype)
+        assert files_of(tmp_path / f"new/{dtype}/model") == files_of(tmp_path / dtype)
     capsys.readouterr()
     assert command("--ema", role_folder, str(tmp_path / "averaged")) == 2
     assert f"verl_like: {role_folder}/checkpoint has no average of the weights" in capsys.readouterr().err
