@@ -26,7 +26,7 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.engine import TrainedFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.models.lora import lora_config
+from verl_like.workers.models.lora import lora_config, without_adapter
 from verl_like.workers.models.pretrained import empty_model, load_pretrained
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
@@ -152,6 +152,18 @@ def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     log_probs = actor.compute_log_prob(make_batch()).get().batch["old_log_probs"].double()
     torch.testing.assert_close(log_probs_of(loaded, make_batch()), log_probs, atol=2e-5, rtol=0)
+
+
+def test_the_layers_with_an_adapter_alone_are_told_to_leave_it_out(actor: LocalWorkerGroup):
+    hf = actor.workers[0].engine.model.hf
+
+    def told() -> set[str]:
+        return {name for name, module in hf.named_modules() if getattr(module, "_disable_adapters", False)}
+
+    with without_adapter(hf):
+        layers = [f"model.layers.{layer}" for layer in (0, 1)]
+        assert told() == {f"{layer}.{name}" for layer in layers for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert told() == set()
 
 
 def test_an_adapter_whose_model_is_gone_is_not_exported(path: str, tmp_path: Path):

@@ -1,0 +1,42 @@
+"""What a step's row counts as its time, and the table of where a run's processes are."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from test_trainer_record import REQUIRED, event
+
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.run_recorder import RunRecorder, placement_rows
+
+
+def test_neither_a_validation_nor_a_checkpoint_counts_in_the_speed_of_a_step(tmp_path):
+    config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.nnodes=2"])
+    recorder = RunRecorder(config, PPO_DISPLAY)
+    with recorder.step(3, total_steps=9) as log:
+        recorder.timeline.record(event("update_actor", 0, 1.0, 1.5))
+        log({"perf/total_num_tokens": 600})
+        with recorder.validation():
+            recorder.timeline.record(event("generate_sequences", 0, 2.0, 2.25, role="rollout"))
+            time.sleep(0.02)
+        with recorder.timer("save_checkpoint"):
+            time.sleep(0.03)
+    recorder.close("Done.")
+    (row,) = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert row["timing_s/update_actor"] == 0.5 and "timing_s/gen" not in row
+    assert row["timing_s/testing"] >= 0.02 and row["timing_s/save_checkpoint"] >= 0.03
+    seconds = row["timing_s/step"] - row["timing_s/testing"] - row["timing_s/save_checkpoint"]
+    assert row["perf/total_throughput"] == pytest.approx(600 / seconds)
+    assert row["perf/throughput"] == pytest.approx(37.5 / seconds)  # of 16 processes
+
+
+def test_the_placement_has_a_row_for_each_node_of_each_group():
+    two_nodes = SimpleNamespace(worker_nodes=["n1", "n2", "n1"], worker_pids=[11, 12, 13])
+    one_node = SimpleNamespace(worker_nodes=["n2"], worker_pids=[14])
+    assert placement_rows([("a", ["actor", "ref"], two_nodes), ("b", ["critic"], one_node)]) == [
+        {"pool": "a", "node": "n1", "ranks": "0, 2", "processes": "11, 13", "roles": "actor + ref"},
+        {"pool": "a", "node": "n2", "ranks": "1", "processes": "12", "roles": "actor + ref"},
+        {"pool": "b", "node": "n2", "ranks": "0", "processes": "14", "roles": "critic"},
+    ]
