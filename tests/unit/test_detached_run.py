@@ -16,7 +16,7 @@ from test_detached_config import config_of
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.run_detached import DetachedRun, check_shared_memory
-from verl_like.trainer.detached.side import LEDGER, SideRecorder
+from verl_like.trainer.detached.side import LEDGER, SideRecorder, side_died
 
 
 class Actors:
@@ -116,6 +116,28 @@ def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the
     assert len(actors.started) == 3
 
 
+def test_a_ledger_that_does_not_answer_is_removed_and_ends_the_run_with_its_place(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch
+):
+    run = run_of(1, [])
+    run.ledger_place = SideRecorder(LEDGER, node="10.0.0.8", pid=66)
+    died = WorkerDied(LEDGER, 0, "?", 0, "counts", "killed")
+    for error in (died, CallTimeout(LEDGER, "counts", 9.0, LEDGER)):
+
+        def ask(*_: Any, timeout: float, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(run_detached, "ask", ask)
+        with pytest.raises(type(error), match="counts") as ended:
+            run.counts()
+        assert ended.value.__notes__ == ["This ended ledger."]
+        assert [actor.name for actor in actors.killed] == [LEDGER]
+        actors.killed.clear()
+        if error is died:
+            found = ended.value
+            assert (found.role, found.node, found.pid, found.method) == (LEDGER, "10.0.0.8", 66, "counts")
+
+
 def ended(cause: Exception) -> Future:
     """A loop that ended by this."""
     loop: Future = Future()
@@ -169,3 +191,9 @@ def test_a_side_that_answers_late_says_what_it_does_and_one_that_does_not_is_rem
         "maker_1 does not answer: it is stopped or dead",
     ]
     assert [actor.name for actor in actors.killed] == ["maker_1"]
+
+
+def test_a_side_that_is_gone_is_named_with_the_last_line_of_what_ray_says():
+    error = side_died("maker_1", "extend", ValueError("The actor died.\nIts process exited with 7.\n"))
+    assert (error.role, error.rank, error.node, error.pid) == ("maker_1", 0, "?", 0)
+    assert (error.method, error.cause) == ("extend", "Its process exited with 7.")
