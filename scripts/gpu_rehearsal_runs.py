@@ -76,7 +76,7 @@ def preferences(name: str, what: str, trainer: str, *overrides: str, **options: 
         "model.path=.toy_world/model",
         *overrides,
     )
-    return on_examples(name, what, trainer, None, *own, lr=5e-4, **options)
+    return on_examples(name, what, trainer, None, *own, lr=2e-4, **options)
 
 
 _PPO = (
