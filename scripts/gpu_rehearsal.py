@@ -78,6 +78,17 @@ def check_kernels() -> None:
     forget_devices(f"check_{os.getpid()}")
 
 
+def check_waits() -> None:
+    """Whether updates wait for the device no more often than they may, by scripts/null_gpu/waits.py."""
+    name = f"waits_{os.getpid()}"
+    variables = _common() | environment(NULL_GPU, name=name, count=2, size=16_000_000_000)
+    try:
+        subprocess.run([PYTHON, ROOT / "scripts/null_gpu/waits.py", WORK], check=True, env=variables, timeout=1800)
+    except subprocess.CalledProcessError:
+        sys.exit("Updates wait for the device where they did not, see above.")
+    forget_devices(name)
+
+
 def make_data() -> None:
     if not (WORK / ".toy_world/walks/walks.jsonl").exists():
         WORK.mkdir(parents=True, exist_ok=True)
@@ -219,6 +230,8 @@ def main() -> None:
     if not ON_GPU:
         make_null_gpu()
     make_data()
+    if not ON_GPU and patterns == ["*"]:
+        check_waits()
     for cpu_folder in WORK.glob("*_cpu"):
         shutil.rmtree(cpu_folder)
     print(f"What the runs need: {time.monotonic() - began:.0f} s", flush=True)

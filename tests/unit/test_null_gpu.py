@@ -1,5 +1,6 @@
 """The null GPU of scripts/null_gpu, by ctypes, from processes that share it: memory, its end, and collectives."""
 
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from null_gpu_process import AVERAGE, MAXIMUM, MINIMUM, PRODUCT, SUM, TYPES, GpuProcess
 
+from scripts.null_gpu import waits
 from scripts.null_gpu.build import build
 
 SIZE = 1_000_000
@@ -212,3 +214,14 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="install gcc"):
         build(tmp_path)
+
+
+def test_the_known_waits_are_within_their_bound_and_a_new_place_or_one_wait_more_is_a_fault():
+    known = json.loads(waits.COMMITTED.read_text())
+    assert list(known) == [scenario.name for scenario in waits.SCENARIOS]
+    assert not [fault for name, counted in known.items() for fault in waits.faults_of(name, counted, known)]
+    counted = {"waits": 11, "micro_batches": 4, "optimizer_steps": 2, "places": {"critic.py:_predict: aten.nonzero": 1}}
+    assert waits.faults_of("critic", counted, known) == [
+        "critic: 11 waits, at most 10",
+        "critic: waits in a new place, critic.py:_predict: aten.nonzero",
+    ]
