@@ -234,9 +234,7 @@ class FsdpEngine(TrainingEngine):
                 self._optimizer_to_device()
             self.optimizer.step()
             if self.ema_decay is not None:
-                for parameter in self.parameters:
-                    average = cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local()
-                    average.lerp_(cast(DTensor, parameter.detach()).to_local().float(), 1 - self.ema_decay)
+                self._average(1 - self.ema_decay)
             if self._offloads_optimizer:
                 self._optimizer_to_host()
         self.optimizer.zero_grad()
@@ -249,10 +247,16 @@ class FsdpEngine(TrainingEngine):
         squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
-        if grad_norm > self.training.grad_clip:
-            for gradient in gradients:
-                gradient.mul_(self.training.grad_clip / grad_norm)
+        if gradients and grad_norm > self.training.grad_clip:
+            torch._foreach_mul_(gradients, self.training.grad_clip / grad_norm)
         return grad_norm
+
+    @torch.no_grad()
+    def _average(self, weight: float) -> None:
+        """Moves the average of the weights by `weight` of the way to the weights."""
+        averages = [cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local() for parameter in self.parameters]
+        weights = [cast(DTensor, parameter).to_local().float() for parameter in self.parameters]
+        torch._foreach_lerp_(averages, weights, weight)
 
     @property
     def lr(self) -> float:
