@@ -15,7 +15,14 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.critic import ValueWorker
 from verl_like.workers.model_worker import ModelWorker
-from verl_like.workers.weight_sync import WeightExport, check_arrival, check_staged, iterate_weights, local_fingerprint
+from verl_like.workers.weight_sync import (
+    WeightExport,
+    check_arrival,
+    check_staged,
+    iterate_weights,
+    local_fingerprint,
+    read_fingerprints,
+)
 from verl_like.workers.weight_transfer import WeightTransport
 
 
@@ -71,9 +78,11 @@ class CopyWorker(ModelWorker):
             assert isinstance(weight, DTensor), "a pass that failed left whole parameters, which the next one drops"
             own_part = distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
             weight.to_local().copy_(own_part.to_local())
-        parts = [local_fingerprint(name, weight, self.rank) for name, weight in self.named_weights()]
+        parts = read_fingerprints(
+            {name: local_fingerprint(name, weight, self.rank) for name, weight in self.named_weights()}
+        )
         # Sums modulo 2**64: of signed numbers they have the same bits.
-        sums = torch.from_numpy(np.array(parts, dtype=np.uint64).view(np.int64))
+        sums = torch.from_numpy(np.array(list(parts.values()), dtype=np.uint64).view(np.int64))
         dist.all_reduce(sums)
         loaded = dict(zip(weights, sums.numpy().view(np.uint64).tolist(), strict=True))
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")

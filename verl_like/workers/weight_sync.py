@@ -3,6 +3,7 @@
 import hashlib
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,9 @@ def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
 
 
 def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
-    """Sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, of the elements' float32 bits x_ij.
+    """The fingerprint of a tensor; of several `read_fingerprints` reads them in one go.
+
+    Sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, of the elements' float32 bits x_ij.
 
     Dimension 0 is the rows, all others together are the columns. a_i and b_j are odd and pseudo-random functions of the
     index; `first_row` and `first_column` say where a piece of a parameter begins in it. So the fingerprints of the
@@ -87,8 +90,26 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
     in a wider dtype has the same fingerprint too. Any change, such as of one bit or of two elements that trade places,
     changes the fingerprint all but surely. Elements that float32 cannot hold, as of int64, count as their 32-bit words.
     """
+    return read_fingerprints({"": fingerprint_sum(tensor, first_row, first_column)})[""]
+
+
+def read_fingerprints(sums: Mapping[str, torch.Tensor | int]) -> dict[str, int]:
+    """The fingerprints of tensors by name, from their `fingerprint_sum`; waits once for each device."""
+    read = {name: value for name, value in sums.items() if isinstance(value, int)}
+    on_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, value in sums.items():
+        if isinstance(value, torch.Tensor):
+            on_device[value.device][name] = value
+    for found in on_device.values():
+        read |= dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    return {name: read[name] % 2**64 for name in sums}
+
+
+def fingerprint_sum(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
+    """() int64, the fingerprint of `fingerprint_tensor` as a signed number, still on the device of the tensor."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
-        return 0
+        return total
     matrix = tensor.detach().reshape(math.prod(tensor.shape[:1]), -1)
     if matrix.itemsize == 8:
         matrix = matrix.view(torch.int32)
@@ -96,7 +117,6 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
     chunk_elements = _ELEMENTS_PER_CHUNK[tensor.device.type]
     width = min(num_columns, chunk_elements)
     row_factors = _odd_factors(first_row, num_rows, tensor.device)
-    total = 0
     for left, block in zip(range(0, num_columns, width), matrix.split(width, dim=1), strict=True):
         column_factors = (_odd_factors(first_column + left, block.shape[1], tensor.device) >> 32).int() | 1
         height = max(1, chunk_elements // width)
@@ -106,8 +126,8 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
             mixed ^= mixed >> _SHIFT
             mixed *= column_factors
             mixed ^= mixed >> _SHIFT
-            total += int((mixed.sum(dim=1, dtype=torch.int64) * factors).sum())
-    return total % 2**64
+            total += (mixed.sum(dim=1, dtype=torch.int64) * factors).sum()
+    return total
 
 
 def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -165,7 +185,7 @@ def collect_weights(
         allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument says so. With None
             nothing is gathered, and the buckets have no values.
     """
-    fingerprints: dict[str, int] = {}
+    fingerprints: dict[str, torch.Tensor | int] = {}
     buckets: list[WeightBucket] = []
     pending: list[tuple[str, tuple[int, ...], torch.Tensor | None]] = []
     pending_bytes = 0
@@ -201,7 +221,7 @@ def collect_weights(
         dtype=_name(dtype),
         num_tensors=len(fingerprints),
         num_buckets=num_buckets,
-        fingerprints=fingerprints,
+        fingerprints=read_fingerprints(fingerprints),
         buckets=tuple(buckets),
     )
 
@@ -210,10 +230,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
-    """The part of the fingerprint that this rank answers for: of several copies of a value, one counts."""
+def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | int:
+    """The `fingerprint_sum` of what this rank answers for: of several copies of a value, one counts."""
     if not isinstance(tensor, DTensor):
-        return fingerprint_tensor(tensor) if rank == 0 else 0
+        return fingerprint_sum(tensor) if rank == 0 else 0
     if not all(p.is_replicate() or (type(p) is Shard and p.dim < 2) for p in tensor.placements):
         raise ValueError(
             f"Parameter {name} is placed as {tensor.placements}; only Replicate(), Shard(0) and Shard(1) can be "
@@ -227,7 +247,7 @@ def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> int:
         return 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     row, column = (*offsets, 0, 0)[:2]
-    return fingerprint_tensor(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
+    return fingerprint_sum(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
 
 
 def _pack_bucket(
@@ -303,7 +323,9 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     """
     expected, stale = check_exports(exports, version), None
     try:
-        staged = {name: fingerprint_tensor(tensor.to(device)) for name, tensor in iterate_weights(exports)}
+        staged = read_fingerprints(
+            {name: fingerprint_sum(tensor.to(device)) for name, tensor in iterate_weights(exports)}
+        )
         check_arrival(expected, staged, f"Weights of version {version} changed on their way", StaleWeightsError)
     except StaleWeightsError as error:
         stale = error

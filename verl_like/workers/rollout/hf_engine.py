@@ -20,7 +20,7 @@ from verl_like.workers.models.lora import add_adapter, model_buffers, trained_pa
 from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
-from verl_like.workers.weight_sync import WeightExport, fingerprint_tensor, iterate_weights
+from verl_like.workers.weight_sync import WeightExport, fingerprint_sum, iterate_weights, read_fingerprints
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
 
@@ -169,7 +169,7 @@ class HfEngine(RolloutEngine):
 
     def _fingerprints(self) -> dict[str, int]:
         weights = [*trained_parameters(self.model), *model_buffers(self.model)]
-        return {name: fingerprint_tensor(weight) for name, weight in weights}
+        return read_fingerprints({name: fingerprint_sum(weight) for name, weight in weights})
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine:

@@ -30,7 +30,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_like.workers.rollout.vllm_adapter import Adapter
-from verl_like.workers.weight_sync import WeightBucket, WeightSyncError, fingerprint_tensor, iterate_buckets
+from verl_like.workers.weight_sync import (
+    WeightBucket,
+    WeightSyncError,
+    fingerprint_sum,
+    iterate_buckets,
+    read_fingerprints,
+)
 from verl_like.workers.weight_transfer.direct import receive_chunks
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
 
@@ -91,7 +97,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sources: dict[str, list[tuple[str, torch.Size]]] = {}
-        self._before_packing: dict[str, dict[str, int] | None] = {}
+        self._before_packing: dict[str, dict[str, torch.Tensor] | None] = {}
         is_changed = self.device.type == "cpu" or self.model_config.quantization is not None
         for name, module in self.model.named_modules():
             if is_changed and isinstance(module, LinearBase):
@@ -178,7 +184,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         tensors = [*self.model.named_parameters(), *buffers]  # lists tied parameters once
         # What vLLM has no place for is left out, and so it is missed, whatever its values are.
         sources = [self._sources.get(name, []) for name, _ in tensors]
-        totals = {hf_name: 0 for of_tensor in sources for hf_name, _ in of_tensor}
+        totals: dict[str, torch.Tensor | int] = {hf_name: 0 for of_tensor in sources for hf_name, _ in of_tensor}
         for name, parameter in tensors:
             is_packed = name in self._before_packing
             found = self._before_packing[name] if is_packed else self._fingerprints_of(name, parameter)
@@ -190,20 +196,21 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
                 )
             for hf_name, part in found.items():
                 totals[hf_name] = totals.get(hf_name, 0) + part
-        group, names = get_tp_group(), sorted(totals)
-        signed = torch.tensor([(totals[name] + 2**63) % 2**64 - 2**63 for name in names], dtype=torch.int64)
+        group, names, own = get_tp_group(), sorted(totals), read_fingerprints(totals)
+        signed = torch.tensor([(own[name] + 2**63) % 2**64 - 2**63 for name in names], dtype=torch.int64)
         if group.world_size > 1:
             dist.all_reduce(signed, group=group.cpu_group)  # wraps around modulo 2**64
         return {name: value % 2**64 for name, value in zip(names, signed.tolist(), strict=True)}
 
-    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> dict[str, int] | None:
+    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
         module_name, _, leaf = name.rpartition(".")
         pieces = _cut(self.model.get_submodule(module_name), leaf, parameter, self._sources.get(name, []))
         if pieces is None:
             return None
-        found: dict[str, int] = {}
+        found: dict[str, torch.Tensor] = {}
         for hf_name, row, column, values in pieces:
-            found[hf_name] = found.get(hf_name, 0) + fingerprint_tensor(values, row, column)
+            piece = fingerprint_sum(values, row, column)
+            found[hf_name] = found[hf_name] + piece if hf_name in found else piece
         return found
 
 
