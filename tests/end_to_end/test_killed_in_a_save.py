@@ -87,18 +87,16 @@ def killed_at_each(parent: Path, *arguments: str) -> tuple[list[str], list[str]]
     return operations, restored
 
 
-def number_until(operations: list[str], last: str) -> int:
-    """How many kills there were up to that at an operation, which two may be: threads differ in who is first."""
-    return len(operations) - operations[::-1].index(last)
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_at_any_operation_of_a_save_is_continued_bit_for_bit(tmp_path: Path, model_path: str):
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "2")
-    # It is the second step's checkpoint that counts as soon as its folder has its name.
-    named = number_until(operations, "os.rename global_step_2.partial")
+    # It is the second step's checkpoint that counts as soon as its folder has its name. Threads differ in who is first,
+    # so that an operation may be that of two kills, or of none.
+    named = restored.count("1")
     assert restored == ["1"] * named + ["2"] * (len(restored) - named)
+    assert "os.rename global_step_2.partial" not in operations[named:], operations
+    assert "os.rename global_step_1" not in operations[:named], operations
     assert named > 20 and len(restored) - named > 5, list(zip(operations, restored, strict=True))
     for run_dir in tmp_path.glob("[0-9]*/runs/2*"):
         assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_3"]
@@ -110,11 +108,13 @@ def test_a_run_that_is_killed_at_any_operation_of_its_last_save_is_continued_or_
     tmp_path: Path, model_path: str
 ):
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "3")
-    named = number_until(operations, "os.rename global_step_3.partial")
-    # Then the row of the step is written, after which the manifest is without it: the run is complete.
-    complete = number_until(operations, "os.rename manifest.json.partial")
+    named, complete = restored.count("2"), restored.count("2") + restored.count("3")
     assert restored == ["2"] * named + ["3"] * (complete - named) + ["None"] * (len(restored) - complete)
-    assert complete - named > 2, operations
+    assert "os.rename global_step_3.partial" not in operations[named:], operations
+    assert "os.rename global_step_2" not in operations[:named], operations
+    # Then the row of the step is written, after which the manifest is without it: the run is complete.
+    assert "os.rename manifest.json.partial" not in operations[complete:], operations
+    assert complete - named > 2 and len(restored) > complete, operations
     assert "os.mkdir huggingface" in operations[:named], operations
     assert all(len(list(folder.glob("2*"))) == 1 for folder in tmp_path.glob("*/runs"))
 
