@@ -191,27 +191,39 @@ def measure(scenario: Scenario, folder: Path, rank: int, port: int, answer: Any)
     worker, update = make(scenario, folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # the checks before want to see all
     worker.init_model()
-    counted = Counter[str]()
-    for name in ("backward", "step"):
-        call = getattr(worker.engine, name)
-        setattr(worker.engine, name, lambda *a, name=name, call=call, **k: (counted.update([name]), call(*a, **k))[1])
+    backward = count_calls(worker.engine, "backward")
+    step = count_calls(worker.engine, "step")
     for _ in range(NUM_UPDATES):
-        counted.clear()
+        backward.clear()
+        step.clear()
         before = num_waits()
         update()
         waits = num_waits() - before
+    num_backward, num_steps = len(backward), len(step)
     with Waiting(num_waits) as waiting:
         update()
     if rank == 0:
-        half = {name: number // 2 for name, number in counted.items()}  # of the two last updates
         answer.put(
             {
                 "waits": waits,
-                "micro_batches": half["backward"],
-                "optimizer_steps": half["step"],
+                "micro_batches": num_backward,
+                "optimizer_steps": num_steps,
                 "places": dict(sorted(waiting.places.items())),
             }
         )
+
+
+def count_calls(owner: Any, name: str) -> list[str]:
+    """A list that gets an entry with each call of a method."""
+    calls: list[str] = []
+    call = getattr(owner, name)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        return call(*arguments, **named)
+
+    setattr(owner, name, counted)
+    return calls
 
 
 def free_port() -> int:

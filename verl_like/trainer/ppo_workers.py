@@ -125,10 +125,10 @@ def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
 
     vLLM takes its share of the memory that is free, and asserts that nobody gives memory back while it measures that.
     """
-    is_last = device == "cuda"
-    first = [group for role, group in groups.items() if role != Role.Rollout or not is_last]
-    last = [group for role, group in groups.items() if role == Role.Rollout and is_last]
-    for together in (first, last):
+    rollout = [group for role, group in groups.items() if role == Role.Rollout]
+    others = [group for role, group in groups.items() if role != Role.Rollout]
+    order = [others, rollout] if device == "cuda" else [[*rollout, *others]]
+    for together in order:
         pending = [group.init_model.remote() for group in together]
         for future in pending:
             future.get()

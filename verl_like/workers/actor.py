@@ -61,7 +61,8 @@ class ScoringWorker(ActorRolloutRefWorker):
             lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
-        total, num_tokens = output.batch["entropys"].sum().item(), to_rows(data)["response_mask"].sum().item()
+        total = output.batch["entropys"].sum().item()
+        num_tokens = to_rows(data)["response_mask"].sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
@@ -78,7 +79,8 @@ class ScoringWorker(ActorRolloutRefWorker):
             (of_tokens,) = self.engine.run(packed, 1.0)
             return (packed.unpack(of_tokens),)
 
-        rows, passes = to_rows(data), log_prob_micro_batching(self.config.rollout)
+        rows = to_rows(data)
+        passes = log_prob_micro_batching(self.config.rollout)
         if passes.by_tokens:
             num_rows = max(1, passes.max_tokens // rows["attention_mask"].shape[1])
             passes = MicroBatching(num_rows, passes.max_tokens, by_tokens=False)

@@ -198,7 +198,9 @@ class FsdpEngine(TrainingEngine):
 
     def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
         packed = pack(rows)
-        return (packed if self.exchange is None else packed.shard(self.exchange)).on(self.device)
+        if self.exchange is not None:
+            packed = packed.shard(self.exchange)
+        return packed.on(self.device)
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         return self.model(packed, *inputs)

@@ -19,11 +19,11 @@ class HostMemory:
 
     @torch.no_grad()  # to_local() is then no operation
     def __init__(self, tensors: Mapping[Hashable, torch.Tensor]) -> None:
-        memory = host_places({name: _local(tensor) for name, tensor in tensors.items()})
+        memory = host_places({name: local_part(tensor) for name, tensor in tensors.items()})
         self.places: dict[Hashable, torch.Tensor] = {}
         for name, tensor in tensors.items():
             place = torch.empty_like(tensor, device="cpu")
-            _local(place).data = memory[name]
+            local_part(place).data = memory[name]
             self.places[name] = place
 
     def __contains__(self, name: Hashable) -> bool:
@@ -33,9 +33,10 @@ class HostMemory:
     def to_host(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's place, to which its values are copied unless it lies there."""
         place = self.places[name]
-        lies_there = not tensor.is_cuda and _local(tensor).data_ptr() == _local(place).data_ptr()
+        lies_there = not tensor.is_cuda and local_part(tensor).data_ptr() == local_part(place).data_ptr()
         return tensor if lies_there else place.copy_(tensor, non_blocking=True)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl_like.protocol.files import file_digest
+from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.pinned_memory import host_places
 
 
@@ -47,7 +48,7 @@ class ShardWriter:
         assert not self.buffers or self.writing.done(), "a copy that is being written lies in the buffers"
         if not self.buffers:
             self._allocate(state)
-        buffers, shards = list(self.buffers.values()), [_shard(state[name]).detach() for name in self.buffers]
+        buffers, shards = list(self.buffers.values()), [local_part(state[name]).detach() for name in self.buffers]
         # In two threads: many tensors in small pages take one up to twice as long as one piece of memory.
         halves = [(buffers[first::2], shards[first::2]) for first in range(min(2, len(buffers)))]
         for copy in [self.threads.submit(torch._foreach_copy_, *half, non_blocking=True) for half in halves]:
@@ -59,7 +60,7 @@ class ShardWriter:
     def _allocate(self, state: Mapping[str, torch.Tensor]) -> None:
         shards = {}
         for name in list(state)[self.mesh["replica"].get_local_rank() :: self.mesh["replica"].size()]:
-            tensor, shard = state[name], _shard(state[name])
+            tensor, shard = state[name], local_part(state[name])
             offsets = [0] * tensor.ndim
             if isinstance(tensor, DTensor):
                 offsets = list(tensor.__create_chunk_list__()[0].offsets)
@@ -83,7 +84,3 @@ class ShardWriter:
             return {self.name: file_digest(file, sync=True)}
         except (OSError, SafetensorError) as error:
             raise OSError(f"{file} cannot be written ({error}). Earlier checkpoints are as they were.") from error
-
-
-def _shard(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
