@@ -193,6 +193,40 @@ def test_a_side_that_answers_late_says_what_it_does_and_one_that_does_not_is_rem
     assert [actor.name for actor in actors.killed] == ["maker_1"]
 
 
+def test_the_placement_is_shown_when_all_sides_have_told_theirs_and_again_only_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    run = run_of(1, [])
+    shown: list[list[dict[str, str]]] = []
+
+    def show(rows: list[dict[str, str]]) -> None:
+        run.recorder.placement = rows
+        shown.append(rows)
+
+    run.recorder.placement, run.recorder.show_placement = [], show
+    run.record.add = lambda name, report: None
+    on_node: dict[str, str] = {}
+
+    def ask(name: str, method: str, timeout: float) -> SideRecorder:
+        assert method == "report"
+        rows = [{"role": name, "node": on_node[name]}] if name in on_node else []
+        return SideRecorder(name, node="10.0.0.9", pid=77, placement=rows)
+
+    monkeypatch.setattr(run_detached, "ask", ask)
+    on_node["trainer_0"] = "10.0.0.9"
+    run.collect("trainer_0")
+    run.collect("maker_0")
+    assert shown == []  # the maker's workers have not started
+    on_node["maker_0"] = "10.0.0.8"
+    run.collect("maker_0")
+    run.collect("trainer_0")
+    on_node["maker_0"] = "10.0.0.7"  # the maker was started again
+    run.collect("maker_0")
+    assert [[(row["role"], row["node"]) for row in rows] for rows in shown] == [
+        [("trainer_0", "10.0.0.9"), ("maker_0", node)] for node in ("10.0.0.8", "10.0.0.7")
+    ]
+
+
 def test_a_side_that_is_gone_is_named_with_the_last_line_of_what_ray_says():
     error = side_died("maker_1", "extend", ValueError("The actor died.\nIts process exited with 7.\n"))
     assert (error.role, error.rank, error.node, error.pid) == ("maker_1", 0, "?", 0)
