@@ -3,12 +3,14 @@
 `make gpu-rehearsal CHOSEN="sft ppo_split_vllm"` does these runs alone, and `CHOSEN="sft ppo*"` those of a pattern. From
 an empty folder it installs the GPU environment of scripts/environment.sh in build/gpu_env (9 GB, kept while the lock is
 the same), builds the null GPU (scripts/null_gpu), makes the toy world, does each run of `RUNS` and writes the table to
-build/gpu_rehearsal/table.md. It ends with an error if a run is not as it has to be.
+build/gpu_rehearsal/table.md, and after all runs to docs/gpu_rehearsal.md. It ends with an error if a run is not as it
+has to be.
 
 On a machine with GPUs, `python scripts/gpu_rehearsal.py --on-gpu` does the same runs on them, with the Python that it
 is called by: those that need no more GPUs than there are, nor a package that is not installed, and no control.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -19,9 +21,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,6 +39,9 @@ ON_GPU = "--on-gpu" in sys.argv
 PYTHON = Path(sys.executable) if ON_GPU else GPU_ENV / ".venv/bin/python"
 LOSS_DIFFERENCE = 1e-3  # of a step's loss from the same run on the CPU, and of a loss above 1 this share
 DRIFT = 2e-3  # mean difference of the probabilities of engine and trainer
+TIMES = re.compile(r"timing_s/|(.*/)?perf/|reward/early_ratio")
+"""Metrics that two equal runs have different numbers of."""
+PAGE = ROOT / "docs" / "gpu_rehearsal.md"
 
 
 @dataclass
@@ -78,6 +86,17 @@ def check_kernels() -> None:
     forget_devices(f"check_{os.getpid()}")
 
 
+def check_names() -> None:
+    """Whether torch and vLLM of this environment have the names and signatures that the source uses."""
+    name = f"names_{os.getpid()}"
+    variables = _common() | environment(NULL_GPU, name=name, count=1, size=1_000_000_000)
+    try:
+        subprocess.run([PYTHON, ROOT / "scripts/null_gpu/names.py"], check=True, env=variables, timeout=600)
+    except subprocess.CalledProcessError:
+        sys.exit("The source does not go with the CUDA builds, see above.")
+    forget_devices(name)
+
+
 def check_waits() -> None:
     """Whether updates wait for the device no more often than they may, by scripts/null_gpu/waits.py."""
     name = f"waits_{os.getpid()}"
@@ -119,9 +138,15 @@ def _on_null_gpus(name: str, count: int, size: int) -> dict[str, str]:
 def _environment(run: Run) -> dict[str, str]:
     if ON_GPU:
         return _common()
-    variables = _on_null_gpus(_device_name(run), run.num_gpus, run.gpu_bytes) | {"NULL_GPU_CONTROL": run.control}
+    variables = _on_null_gpus(_device_name(run), run.num_gpus, run.gpu_bytes)
+    variables |= {"NULL_GPU_CONTROL": run.control, "NULL_GPU_LOG": str(_said_by_null_gpu(WORK / run.name))}
     # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs the cache.
     return variables | ({} if run.caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+def _said_by_null_gpu(folder: Path) -> Path:
+    """The file in which the null GPU says what nothing answers."""
+    return folder / "null_gpu.log"
 
 
 def _device_name(run: Run) -> str:
@@ -133,21 +158,41 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, float]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / ".toy_world").symlink_to(WORK / ".toy_world")
-    command = [PYTHON, "-m", run.module, *run.arguments(ROOT, device), f"trainer.default_local_dir={folder}/runs"]
-    variables = _environment(run) if device == "cuda" else _common()
     began = time.monotonic()
     with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = process.wait(timeout=run.limit)
-        except subprocess.TimeoutExpired:
-            code = -9
-        finally:
-            if process.poll() is None:  # its Ray and workers are of its session
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(60)
+        if run.killed_after:
+            with _process(run, folder, device, log) as process:
+                _wait_for_checkpoint(run, folder, process)
+        with _process(run, folder, device, log) as process:
+            try:
+                code = process.wait(timeout=run.limit)
+            except subprocess.TimeoutExpired:
+                code = -9
     forget_devices(_device_name(run))
     return code, time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _process(run: Run, folder: Path, device: str, log: TextIO) -> Iterator[subprocess.Popen]:
+    """The process of a run, which is killed at the end if it has not ended."""
+    command = [PYTHON, "-m", run.module, *run.arguments(ROOT, device), f"trainer.default_local_dir={folder}/runs"]
+    variables = _environment(run) if device == "cuda" else _common()
+    process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:  # its Ray and workers are of its session
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+
+
+def _wait_for_checkpoint(run: Run, folder: Path, process: subprocess.Popen) -> None:
+    """Returns when the checkpoint is there after which the run is killed, when the run has ended, or at its limit."""
+    deadline = time.monotonic() + run.limit
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(folder.glob(f"runs/*/global_step_{run.killed_after}/manifest.json")):
+            return
+        time.sleep(0.2)
 
 
 def forget_devices(name: str) -> None:
@@ -175,13 +220,16 @@ def judge(run: Run) -> Result:
     steps = [row for row in rows if run.measure in row]
     if code or len(steps) != run.num_steps:
         result.faults.append(f"ended with {code} after {len(steps)} of {run.num_steps} steps: {folder}/log.txt")
+    elif run.equal_to:
+        _compare_numbers(run, rows, result)
     elif run.measure == DRIFT_METRIC:
         drifts = [row[DRIFT_METRIC] for row in steps]
         result.numbers = f"drift {', '.join(f'{drift:.1e}' for drift in drifts)}"
         result.faults += [f"drift {drift:.1e} is above {DRIFT:.0e}" for drift in drifts if not drift <= DRIFT]
     else:
         _compare_losses(run, [row[run.measure] for row in steps], result)
-    result.faults += [line for line in log.splitlines() if line.startswith("null GPU")][:1]
+    said = _said_by_null_gpu(folder)
+    result.faults += said.read_text().splitlines()[:1] if said.exists() else []
     return result
 
 
@@ -198,6 +246,34 @@ def _compare_losses(run: Run, losses: list[float], result: Result) -> None:
     result.numbers = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; at most {difference:.1e} from the CPU's"
     if not difference <= LOSS_DIFFERENCE:
         result.faults.append(f"the losses of the CPU are {references}")
+
+
+def _compare_numbers(run: Run, rows: list[dict[str, float]], result: Result) -> None:
+    """Bit for bit with those of a run that was not killed, without times."""
+    (whole,) = (each for each in RUNS if each.name == run.equal_to)
+    folder = WORK / whole.name
+    if not (folder / "runs/latest/report.html").exists():
+        start(whole, folder, device="cuda")
+    if f"after step {run.killed_after}." not in (WORK / run.name / "log.txt").read_text():
+        result.faults.append("the second process did not continue the first one's run")
+    own, expected = _numbers(rows), _numbers(metrics_of(folder))
+    different = sorted(
+        f"{name} of step {step}"
+        for step, name in own.keys() | expected.keys()
+        if own.get((step, name)) != expected.get((step, name))
+    )
+    result.numbers = f"{len(own)} numbers are bit for bit those of {whole.name}"
+    result.faults += [f"differs from {whole.name}: {', '.join(different)}"] if different else []
+
+
+def _numbers(rows: list[dict[str, float]]) -> dict[tuple[int, str], str]:
+    """Of each step and metric but times; as text, in which NaN is equal to NaN."""
+    return {
+        (step, name): repr(value)
+        for step, row in enumerate(rows, start=1)
+        for name, value in row.items()
+        if not TIMES.match(name)
+    }
 
 
 def make_null_gpu() -> None:
@@ -219,6 +295,17 @@ def _is_possible_here(run: Run) -> bool:
     return run.num_gpus <= len(listed.splitlines()) and not run.refused_with and (is_vllm_there or not needs_vllm)
 
 
+def write_page(table: list[str], seconds: float) -> None:
+    """docs/gpu_rehearsal.md."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    about = (
+        f"Written by `make gpu-rehearsal` on {date.today()}, of commit {commit}, in {seconds:.0f} s. The runs, and how "
+        "they are judged, are explained in [what is proven about GPUs](gpu.md)."
+    )
+    PAGE.write_text("\n".join(["# The rehearsal's runs", "", about, "", *table, ""]))
+
+
 def main() -> None:
     patterns = [argument for argument in sys.argv[1:] if argument != "--on-gpu"] or ["*"]
     chosen = [run for run in RUNS if any(fnmatch(run.name, pattern) for pattern in patterns)]
@@ -230,10 +317,13 @@ def main() -> None:
     if not ON_GPU:
         make_null_gpu()
     make_data()
-    if not ON_GPU and patterns == ["*"]:
+    is_whole = not ON_GPU and patterns == ["*"]
+    if is_whole:
+        check_names()
         check_waits()
-    for cpu_folder in WORK.glob("*_cpu"):
-        shutil.rmtree(cpu_folder)
+    for folder in WORK.iterdir():
+        if folder.name != ".toy_world" and folder.is_dir():
+            shutil.rmtree(folder)
     print(f"What the runs need: {time.monotonic() - began:.0f} s", flush=True)
     lines = ["| run | what | numbers | seconds |", "|---|---|---|---|"]
     failed = []
@@ -244,6 +334,8 @@ def main() -> None:
         lines.append(f"| {run.name} | {run.what} | {said} | {result.seconds:.0f} |")
         print(f"{run.name:32} {result.seconds:4.0f} s  {said}", flush=True)
     (WORK / "table.md").write_text("\n".join([*lines, ""]))
+    if is_whole:
+        write_page(lines, time.monotonic() - began)
     print(f"{len(chosen) - len(failed)} of {len(chosen)} as they have to be, in {time.monotonic() - began:.0f} s")
     if failed:
         sys.exit(f"Not as it has to be: {', '.join(failed)}")

@@ -1,4 +1,7 @@
-"""Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random walks."""
+"""Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random walks.
+
+Also the toy world's model with a vocabulary that is padded to 256 rows.
+"""
 
 import json
 import sys
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as parquet
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.ilql import walks
 from examples.split_placement import make_toy_world
@@ -27,10 +31,19 @@ def call(main: Callable[[], None], *arguments: str) -> None:
     main()
 
 
+def pad_vocabulary(model: Path, out: Path) -> None:
+    """The model with rows of its embedding and head that no token has."""
+    padded = AutoModelForCausalLM.from_pretrained(model)
+    padded.resize_token_embeddings(256)
+    padded.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+
+
 def main(folder: Path) -> None:
     world = folder / ".toy_world"
     call(make_toy_world.main, "--out", str(world))
     (world / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs(world)))
+    pad_vocabulary(world / "model", world / "wide_model")
     call(walks.main, "--out", str(world / "walks"), "--seed", "1")
 
 

@@ -13,7 +13,9 @@ class Run:
     name: also of its folder. what: for the table. module, config: the entry point, and its folder and name below
     examples/, or none. overrides: of the configuration; `{device}` becomes cuda, or cpu in the reference. measure: the
     metric that is judged, the drift of engine and trainer by its bound, another as a loss by the CPU's. reference:
-    another run whose losses on the CPU count. caches_memory: torch keeps freed memory, which vLLM's sleep needs.
+    another run whose losses on the CPU count. killed_after: the run is killed as soon as this step's checkpoint is
+    there, and the same command continues it. equal_to: another run, whose numbers are these. caches_memory: torch keeps
+    freed memory, which vLLM's sleep needs.
     control: a fault that null_gpu_controls.py makes. refused_with: the run has to fail, and its output to have this
     pattern.
     """
@@ -29,6 +31,8 @@ class Run:
     gpu_bytes: int = 16_000_000_000
     caches_memory: bool = False
     reference: str = ""
+    killed_after: int = 0
+    equal_to: str = ""
     control: str = ""
     refused_with: str = ""
     limit: int = 900  # seconds
@@ -105,6 +109,13 @@ def detached(name: str, what: str, *overrides: str, **options: object) -> Run:
     return Run(name, what, "verl_like.trainer.main_detached", config, (*_PPO, *own), **options)
 
 
+_SAVING = (
+    "placement=colocated",
+    "actor_rollout_ref.rollout.name=hf",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+)
+
 RUNS = (
     sft("sft", "fine-tuning, one rank"),
     sft(
@@ -133,12 +144,15 @@ RUNS = (
         "data.train_files=.toy_world/walks/walks.jsonl",
         "model.path=.toy_world/walks/model",
     ),
+    ppo("ppo_colocated_hf", "PPO on one rank, hf engine", *_SAVING, num_gpus=1, num_steps=3),
     ppo(
-        "ppo_colocated_hf",
-        "PPO on one rank, hf engine",
-        "placement=colocated",
-        "actor_rollout_ref.rollout.name=hf",
+        "ppo_killed",
+        "the same, killed by SIGKILL after its first checkpoint, and continued",
+        *_SAVING,
         num_gpus=1,
+        num_steps=3,
+        killed_after=1,
+        equal_to="ppo_colocated_hf",
     ),
     ppo(
         "ppo_grpo_offload_hf",
@@ -154,6 +168,25 @@ RUNS = (
     ),
     ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),
     ppo("ppo_split_vllm", "PPO split, vLLM"),
+    ppo(
+        "ppo_shared_memory",
+        "PPO split, vLLM, weights in shared memory",
+        "actor_rollout_ref.rollout.weight_transport=shared_memory",
+    ),
+    ppo(
+        "ppo_vllm_async",
+        "PPO split, vLLM in a process of its own",
+        "actor_rollout_ref.rollout.name=vllm_async",
+        "actor_rollout_ref.rollout.weight_transport=shared_memory",
+    ),
+    ppo(
+        "ppo_colocated_lora",
+        "PPO colocated on one rank, an adapter, vLLM that sleeps",
+        "placement=colocated",
+        "actor_rollout_ref.model.lora_rank=8",
+        num_gpus=1,
+        caches_memory=True,
+    ),
     detached(
         "detached_vllm",
         "detached, one maker and one trainer, vLLM",
@@ -176,10 +209,10 @@ RUNS = (
         "actor_rollout_ref.rollout.weight_transport=nccl",
         num_gpus=4,
     ),
-    # Fails, on the CPU as well: the toy vocabulary of 18 tokens gives the second rank of the engine no rows of its own.
     ppo(
         "ppo_nccl_tensor_parallel",
         "PPO, actor on one rank, a vLLM of two ranks, NCCL",
+        "actor_rollout_ref.model.path=.toy_world/wide_model",  # each rank of the engine has rows of its vocabulary
         "placement=pairs",
         "resource_pool_spec.actor_ref_pool=[1]",
         "resource_pool_spec.rollout_pool=[2]",

@@ -25,6 +25,10 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char * 128)]
 
 
+class Size(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint)]
+
+
 class IpcHandle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * 64)]
 
@@ -138,6 +142,16 @@ class Gpu:
         self.cuda.cudaMemcpy(device, pinned, ctypes.c_size_t(8), 1)
         self.cuda.cudaStreamSynchronize(None)
         self.cuda.cudaEventSynchronize(None)
+
+    def launch(self, name: bytes) -> int:
+        """Launches a kernel of this name, of an extension such as vLLM's."""
+        library, function = ctypes.c_void_p(), ctypes.c_char(b"k")
+        nothing = [None] * 4
+        getattr(self.cuda, "__cudaRegisterFunction")(
+            ctypes.byref(library), ctypes.byref(function), name, name, -1, *nothing, None
+        )
+        size = Size(1, 1, 1)
+        return self.cuda.cudaLaunchKernel(ctypes.byref(function), size, size, None, ctypes.c_size_t(0), None)
 
     def unique_id(self) -> bytes:
         unique = UniqueId()

@@ -30,8 +30,7 @@ int fail(Communicator *communicator, int error, const char *format, ...) {
         va_start(arguments, format);
         vsnprintf(communicator->error, sizeof communicator->error, format, arguments);
         va_end(arguments);
-        fprintf(stderr, "null GPU, NCCL, rank %d of %d: %s\n", communicator->rank, communicator->num_ranks,
-                communicator->error);
+        say("NCCL, rank %d of %d: %s", communicator->rank, communicator->num_ranks, communicator->error);
     }
     return error;
 }

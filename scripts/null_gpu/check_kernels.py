@@ -4,6 +4,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+import vllm._custom_ops as vllm_ops
 from torch.nn.attention.varlen import varlen_attn
 
 
@@ -82,7 +83,21 @@ def a_kernel_without_an_answer_is_refused() -> None:
     raise AssertionError("a Fourier transform ran, which nothing answers")
 
 
+def the_shards_of_an_embedding_add_up_to_it() -> None:
+    """Two ranks: tokens 0 to 2 and added 6, tokens 3 to 5 and added 7, each with a row of padding between."""
+    rows = torch.arange(1.0, 9).repeat_interleave(2).view(8, 2)
+    padding = torch.full((1, 2), 99.0)
+    tokens = torch.tensor([5, 0, 6, 3, 7, 2], dtype=torch.int32, device="cuda")
+    parts = []
+    for first, added in ((0, 6), (3, 7)):
+        shard = torch.cat([rows[first : first + 3], padding, rows[added : added + 1]]).cuda()
+        parts.append(vllm_ops.vocab_parallel_embedding(tokens, shard, first, first + 3, 1, added, added + 1))
+    assert torch.equal((parts[0] + parts[1]).cpu(), rows[tokens.long().cpu()])
+    assert parts[0][0].tolist() == [0, 0]
+
+
 CHECKS = (
+    the_shards_of_an_embedding_add_up_to_it,
     a_network_trains_as_on_the_cpu,
     attention_over_packed_sequences_is_dense_attention_of_each,
     random_numbers_follow_the_seed_and_the_state,

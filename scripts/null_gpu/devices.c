@@ -4,6 +4,7 @@
 #include "null_gpu.h"
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,7 +89,7 @@ static Entry *lock_table(int device) {
                             ? MAP_FAILED
                             : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
         if (entries == MAP_FAILED) {
-            fprintf(stderr, "null GPU: %s cannot be opened and mapped: /dev/shm must be writable.\n", path);
+            say("%s cannot be opened and mapped: /dev/shm must be writable.", path);
             abort();
         }
         tables[device].file = file, tables[device].entries = entries;
@@ -120,7 +121,7 @@ static Entry *own_entry(Entry *entries) {
         if (!entry->pid && !free_entry) free_entry = entry;
     }
     if (!free_entry) {
-        fprintf(stderr, "null GPU: more than %d processes use one device.\n", MAX_PROCESSES);
+        say("more than %d processes use one device.", MAX_PROCESSES);
         abort();
     }
     *free_entry = (Entry){.pid = pid, .start = process_start(pid)};
@@ -164,9 +165,24 @@ EXPORT long null_gpu_count(const char *name) {
 
 EXPORT uint64_t null_gpu_used(int device) { return device_used(device); }
 
+void say(const char *format, ...) {
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    int length = snprintf(text, sizeof text, "null GPU: ");
+    vsnprintf(text + length, sizeof text - length, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "%s\n", text);
+    FILE *log = getenv("NULL_GPU_LOG") ? fopen(getenv("NULL_GPU_LOG"), "a") : NULL;
+    if (log) {
+        fprintf(log, "%s\n", text);
+        fclose(log);
+    }
+}
+
 int unanswered(const char *name, int error) {
     count(UNANSWERED, 1);
     if (!numbers()) return SUCCESS;
-    fprintf(stderr, "null GPU: %s was called, which nothing answers with numbers.\n", name);
+    say("%s was called, which nothing answers with numbers.", name);
     return error;
 }

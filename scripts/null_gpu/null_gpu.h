@@ -35,6 +35,7 @@ bool take_bytes(int device, uint64_t bytes); // false where they do not fit
 void return_bytes(int device, uint64_t bytes);
 uint64_t process_start(int pid); // in clock ticks since boot, 0 for a process that has ended or waits to be reaped
 bool numbers(void);              // NULL_GPU_NUMBERS=1: what nobody computes is an error, every copy is made
+void say(const char *format, ...); // a line to stderr and to the file NULL_GPU_LOG, since Ray keeps stderr to itself
 int unanswered(const char *name, int error); // a call that does nothing: 0, or `error` where numbers count
 
 // memory.c: the memory that this process has from CUDA.

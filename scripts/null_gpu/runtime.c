@@ -257,7 +257,7 @@ static int launch(const void *function) {
     for (size_t index = 0; index < num_kernels; index++)
         if (kernels[index].function == function) name = kernels[index].name;
     pthread_mutex_unlock(&mutex);
-    fprintf(stderr, "null GPU: the kernel %s was launched, which nothing answers with numbers.\n", name);
+    say("the kernel %s was launched, which nothing answers with numbers.", name);
     return result(INVALID_KERNEL);
 }
 typedef struct {

@@ -13,7 +13,7 @@ from scripts.null_gpu import waits
 from scripts.null_gpu.build import build
 
 SIZE = 1_000_000
-OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_DEVICE, MAPPING_FAILED = 2, 3, 101, 205
+OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_KERNEL, INVALID_DEVICE, MAPPING_FAILED = 2, 3, 98, 101, 205
 ALREADY_REGISTERED = 712
 INVALID_USAGE, REMOTE_ERROR = 5, 6
 Start = Callable[..., GpuProcess]
@@ -208,6 +208,16 @@ def test_ranks_in_different_collectives_are_told_so(start: Start):
     (error, text), (other_error, _) = together(ranks, "collective", calls)
     assert (error, other_error) == (INVALID_USAGE, INVALID_USAGE)
     assert text == "all-reduce of 1 elements of type 2, while rank 1 does all-gather of 1 of type 2"
+
+
+def test_a_kernel_that_nothing_answers_is_an_error_where_numbers_count_and_is_written_to_the_log(
+    start: Start, tmp_path: Path
+):
+    log = tmp_path / "null_gpu.log"
+    assert start(NULL_GPU_LOG=str(log)).call("launch", b"silu") == 0
+    assert not log.exists()
+    assert start(NULL_GPU_LOG=str(log), NULL_GPU_NUMBERS="1").call("launch", b"silu") == INVALID_KERNEL
+    assert log.read_text() == "null GPU: the kernel silu was launched, which nothing answers with numbers.\n"
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

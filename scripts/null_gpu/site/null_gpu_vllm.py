@@ -73,7 +73,25 @@ def reshape_and_cache_flash(
         on_host(cache)[place] = on_host(new)[kept]
 
 
+def vocab_parallel_embedding(
+    out: torch.Tensor,
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    start: int,
+    end: int,
+    num_padding: int,
+    added_start: int,
+    added_end: int,
+) -> None:
+    """A rank's rows of an embedding, 0 for the tokens that others have; its added tokens follow its own and padding."""
+    token = on_host(tokens)
+    is_own, is_added = (token >= start) & (token < end), (token >= added_start) & (token < added_end)
+    row = torch.where(is_own, token - start, token - added_start + (end - start) + num_padding)
+    row = torch.where(is_own | is_added, row, 0)
+    on_host(out).copy_(on_host(weight)[row.long()] * (is_own | is_added)[:, None])
+
+
 def install() -> None:
-    for kernel in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding):
+    for kernel in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, vocab_parallel_embedding):
         register(kernel.__name__, kernel, _library)
     register("reshape_and_cache_flash", reshape_and_cache_flash, _cache_library)
