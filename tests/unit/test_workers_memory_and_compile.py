@@ -79,6 +79,53 @@ def test_small_tensors_stay_where_they_are(model_path):
     assert model.saving.stayed and not model.saving.gone
 
 
+def test_the_copy_of_the_layer_before_is_issued_as_the_backward_pass_needs_a_layer(monkeypatch):
+    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    events = []
+
+    class Square(torch.autograd.Function):
+        """x^2, which tells when its gradient is computed."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            events.append(f"compute with {x.item():.4g}")
+            return 2 * x * grad
+
+    class Issuing(ActivationOffload):
+        def _issue(self, saved):
+            if saved.fetched is None:
+                events.append(f"copy {saved.host.item():.4g}")
+            super()._issue(saved)
+
+    offload = Issuing()
+    for start in (1.5, 2.0):  # of the second pass the first layer has none before it: the pass before is over
+        x = torch.tensor([start], requires_grad=True)
+        with offload:
+            y = Square.apply(Square.apply(Square.apply(x)))
+        y.backward()
+        assert x.grad.item() == pytest.approx(8 * start**7)
+    assert events == [
+        *("copy 5.062", "copy 2.25", "compute with 5.062", "copy 1.5", "compute with 2.25", "compute with 1.5"),
+        *("copy 16", "copy 4", "compute with 16", "copy 2", "compute with 4", "compute with 2"),
+    ]
+
+
+def test_an_offloaded_tensor_can_be_fetched_again(monkeypatch):
+    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    with ActivationOffload():
+        y = (x * x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert x.grad.tolist() == [12, 16]
+
+
 @pytest.mark.proof
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_have_the_gradient_of_eager_ones(model_path):

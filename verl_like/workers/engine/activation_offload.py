@@ -1,5 +1,8 @@
 """Keeps what a backward pass needs in host memory until then."""
 
+import contextlib
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,36 +12,70 @@ SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay: moving one costs more than the memory is worth."""
 
 
+@dataclass(eq=False)
+class Offloaded:
+    """A saved tensor in host memory."""
+
+    host: torch.Tensor
+    device: torch.device
+    before: "weakref.ref[Offloaded] | None"
+    """What was saved before it, if that is still needed. The backward pass needs it after this one."""
+    fetched: torch.Tensor | None = None
+    """On the device again, once its copy was issued."""
+    arrived: torch.cuda.Event | None = None
+
+
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, large tensors that autograd saves go to host memory; the backward pass fetches each when it needs it.
+    """Within it, large tensors that autograd saves go to host memory, from which the backward pass fetches them.
 
     Parameters stay where they are. With gradient checkpointing the saved tensors are the inputs of the decoder layers.
-    On CUDA the copies to the host run beside the computation.
+    On CUDA the copies run beside the computation, both ways: when the backward pass needs the input of a layer, the
+    copy of the input of the layer before it is issued, which comes while the layer is computed.
     """
 
     def __init__(self) -> None:
         super().__init__(self._save, self._fetch)
         self.side_stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.newest: weakref.ref[Offloaded] | None = None
 
     def _save(self, tensor: torch.Tensor) -> Any:
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter) or tensor.nbytes < SMALLEST_BYTES:
             return tensor
-        on_gpu = tensor.device.type == "cuda"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        if not on_gpu:
-            return tensor.device, host.copy_(tensor), None
-        assert self.side_stream is not None
-        self.side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_stream):
-            host.copy_(tensor, non_blocking=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        with self._beside_computation(tensor.device):
+            host.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
             tensor.record_stream(self.side_stream)  # its memory is not given away before the copy is done
-        return tensor.device, host, self.side_stream.record_event()
+        saved = Offloaded(host, tensor.device, self.newest)
+        self.newest = weakref.ref(saved)
+        return saved
 
     def _fetch(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        device, host, copied = saved
-        if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
-        return host.to(device, non_blocking=True)
+        self._issue(saved)
+        before = saved.before and saved.before()
+        if before is not None:
+            self._issue(before)
+        tensor, saved.fetched = saved.fetched, None
+        if saved.arrived is not None:
+            torch.cuda.current_stream().wait_event(saved.arrived)
+            tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+    def _issue(self, saved: Offloaded) -> None:
+        """Begins the copy to the device. The side stream has the copy to the host before it."""
+        if saved.fetched is None:
+            with self._beside_computation(saved.device):
+                saved.fetched = saved.host.to(saved.device, non_blocking=True)
+                if saved.fetched.is_cuda:
+                    saved.arrived = torch.cuda.current_stream().record_event()
+
+    def _beside_computation(self, device: torch.device) -> contextlib.AbstractContextManager:
+        """Of a GPU's tensors: on the side stream, after what was computed so far."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        assert self.side_stream is not None
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.side_stream)
