@@ -29,7 +29,7 @@ from verl_like.workers.weight_sync import (
     collect_weights,
     iterate_weights,
 )
-from verl_like.workers.weight_transfer import GlooTransport, SharedMemoryTransport, WeightTransport, gloo
+from verl_like.workers.weight_transfer import GlooTransport, SharedMemoryTransport, WeightTransport, gloo, shared_memory
 from verl_like.workers.weight_transfer.shared_memory import with_data
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -123,6 +123,23 @@ def test_weights_that_were_overwritten_or_are_being_so_are_refused() -> None:
     publish(transport, 3)
     with pytest.raises(StaleWeightsError, match="Weights of version 1 changed on their way: 4 of 5 tensors"):
         check_staged([sent(late)], 1, "cpu")
+
+
+def test_memory_whose_owner_ends_at_any_moment_is_gone_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = SharedMemoryTransport()
+    pages = sent(publish(transport, 1)).buckets[0].data
+    gone = dataclasses.replace(pages, path="/proc/1073741823/fd/3")
+    another = dataclasses.replace(pages, path="/proc/self/fd/2")
+    monkeypatch.setattr(os.path, "islink", lambda path: True)  # as it was a moment before
+    for each in (gone, another):
+        assert not each._is_there()
+        with pytest.raises(
+            WeightSyncError, match=r"memory of another process, /proc/.*, which ended or is not on this"
+        ):
+            np.asarray(each)
+    monkeypatch.setattr(shared_memory, "_mapped", {gone: None})
+    assert np.asarray(pages).nbytes == pages.nbytes
+    assert list(shared_memory._mapped) == [pages]
 
 
 def test_memory_that_is_held_outlives_its_owner_and_stays_as_it_is() -> None:

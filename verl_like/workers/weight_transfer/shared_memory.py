@@ -39,7 +39,10 @@ class SharedPages:
         return self._array
 
     def _is_there(self) -> bool:
-        return os.path.islink(self.path) and os.readlink(self.path) == self.name
+        try:
+            return os.readlink(self.path) == self.name
+        except OSError:  # its owner has ended or closed it
+            return False
 
     def held(self) -> "SharedPages":
         """By an address in this process, for as long as the result is there: locked, and there without the owner."""
@@ -49,17 +52,25 @@ class SharedPages:
         return pages
 
     def _lock(self) -> io.FileIO:
-        if not self._is_there():
-            raise WeightSyncError(
-                f"The weights are in memory of another process, {self.path}, which ended or is not on this node; use "
-                "actor_rollout_ref.rollout.weight_transport=gloo or object_store between nodes."
-            )
-        locked = io.FileIO(self.path)
+        try:
+            locked = io.FileIO(self.path)
+        except OSError:
+            raise self._is_gone() from None
+        # What is open stays what it is, while another file may be at the path by now.
+        if os.readlink(f"/proc/self/fd/{locked.fileno()}") != self.name:
+            locked.close()
+            raise self._is_gone()
         try:
             fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StaleWeightsError(f"Newer weights are being written into {self.path}; load those.") from None
         return locked
+
+    def _is_gone(self) -> WeightSyncError:
+        return WeightSyncError(
+            f"The weights are in memory of another process, {self.path}, which ended or is not on this node; use "
+            "actor_rollout_ref.rollout.weight_transport=gloo or object_store between nodes."
+        )
 
     @cached_property
     def _array(self) -> np.ndarray:
@@ -67,7 +78,7 @@ class SharedPages:
         if self not in _mapped:
             for pages in [pages for pages in _mapped if not pages._is_there()]:
                 del _mapped[pages]
-            with open(self.path, "rb") as file:  # without the lock, which goes with the array
+            with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:  # without the lock, which goes with the array
                 _mapped[replace(self)] = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
         array = np.frombuffer(_mapped[self], dtype=np.uint8)
         weakref.finalize(array, locked.close)
