@@ -27,9 +27,11 @@ build/uv/bin/uv: requirements/uv.txt
 gpu-rehearsal:
 	@python3 scripts/gpu_rehearsal.py $(CHOSEN)
 
-# What proves and takes long, about 90 minutes; writes docs/proofs.md. CHOSEN="-k resume" runs a part.
+# What proves and takes long, about two hours; writes docs/proofs.md, and after it the rehearsal's page. CHOSEN="-k resume"
+# runs a part, without the rehearsal.
 proofs: env
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
+	$(if $(CHOSEN),,@python3 scripts/gpu_rehearsal.py)
 
 # Up to an hour; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
 # laid over the environment, which stays as it is.

@@ -117,6 +117,7 @@ class FsdpEngine(TrainingEngine):
         """Makes every decoder layer, and all the rest together, a unit of sharding; rank 0's weights go to all."""
         weights = model.state_dict() if dist.get_rank() == 0 else {}
         buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
+        dtypes = [[buffer.dtype for buffer in model.buffers()]]
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32)
         model.to("meta")
         model.hf.tie_weights()  # moving to another device unties
@@ -127,7 +128,6 @@ class FsdpEngine(TrainingEngine):
         model.to_empty(device=self.device)
         # transformers keeps some buffers in float32 in a model that it reads from a file, and not in one that it makes
         # without memory.
-        dtypes = [[buffer.dtype for buffer in buffers.values()]]
         dist.broadcast_object_list(dtypes, src=0)
         for buffer, dtype in zip(model.buffers(), dtypes[0], strict=True):
             buffer.data = buffer.data.to(dtype)

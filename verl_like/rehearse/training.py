@@ -1,0 +1,235 @@
+"""Measures a training process of a run on the null GPU: one rank at its real size, with a group that is not there."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._state_dict_utils import _TensorInfo
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from verl_like.protocol import DataProto, Metric
+from verl_like.single_controller.worker import Worker, rank_environment
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.ppo_workers import build_role_worker_mapping
+from verl_like.trainer.roles import Role
+from verl_like.workers import model_worker
+from verl_like.workers.engine import fsdp, mini_batches
+from verl_like.workers.engine.host_memory import local_part
+from verl_like.workers.models import linear_log_prob
+from verl_like.workers.model_worker import ModelWorker, TrainedWorker
+from verl_like.workers.planning.partition import MicroBatching
+
+NUM_MICRO_BATCHES = 2
+"""Of an optimizer step: from the second on there are gradients of those before."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The device's memory in a phase, in bytes."""
+
+    phase: str
+    allocated: int
+    """At the peak, by tensors."""
+    reserved: int
+    """At the peak, with what torch's allocator has beside them."""
+    resting: int
+    """By tensors when the phase began."""
+    parts: dict[str, int]
+    """Of `allocated`: what lies there longer than the phase."""
+
+
+class Phases:
+    """Takes the peak of each phase."""
+
+    def __init__(self) -> None:
+        self.measured: list[Measured] = []
+        self.engines: dict[str, fsdp.FsdpEngine] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        resting = self.begin()
+        yield
+        self.end(phase, resting)
+
+    def begin(self) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def end(self, phase: str, resting: int) -> None:
+        parts: dict[str, int] = {}
+        for role, engine in self.engines.items():
+            parts |= {f"{role} {part}": size for part, size in parts_of(engine).items() if size}
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        self.measured.append(Measured(phase, *peaks, resting, parts))
+
+
+def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
+    """Bytes of the device that a model's parameters, optimizer and gradients take now."""
+
+    def on_device(tensors: Sequence[torch.Tensor | None]) -> int:
+        own = [local_part(tensor) for tensor in tensors if tensor is not None]
+        return sum(tensor.nbytes for tensor in own if tensor.is_cuda)
+
+    state = engine.optimizer.state.values() if engine.optimizer else ()
+    return {
+        "weights": on_device([*engine.model.parameters(), *engine.model.buffers()]),
+        "optimizer": on_device([value for of_parameter in state for value in of_parameter.values()]),
+        "gradients": on_device([parameter.grad for parameter in engine.parameters]),
+    }
+
+
+def empty_weights(model_class: Any, config: Any, settings: Any, **options: Any) -> Any:
+    """In the place of `load_pretrained`: on rank 0 a model in host memory that nobody has written, and so not there."""
+    with_weights = options.pop("weights")
+    model = _load_pretrained(model_class, config, settings, weights=False, **options)
+    return model.to_empty(device="cpu") if with_weights else model
+
+
+_load_pretrained = model_worker.load_pretrained
+
+
+class NoKernels:
+    """In the place of the head's Triton kernels: numbers that are not computed."""
+
+    @staticmethod
+    def statistics(x_MC: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(x_MC.new_zeros(len(x_MC), dtype=torch.float32) for _ in range(3))
+
+    @staticmethod
+    def to_gradient(*_: Any) -> None:
+        pass
+
+
+def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:
+    """As `read_metrics`, which would refuse numbers that nobody computed."""
+    return [{name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()} for part in parts]
+
+
+def join_nobody(rank: int, world_size: int) -> None:
+    """A process group whose other ranks are not there, and whose collectives do nothing.
+
+    What rank 0 would send of a model, its names and shapes, another rank takes from its own.
+    """
+    os.environ |= rank_environment(rank, world_size, 0, 1, "cuda")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    set_model_state_dict = fsdp.set_model_state_dict
+    shapes: dict[str, _TensorInfo] = {}
+
+    def note_shapes(model: Any, weights: Any, options: Any) -> Any:
+        shapes.update({name: _TensorInfo(value.shape, value.dtype) for name, value in model.state_dict().items()})
+        result = set_model_state_dict(model, weights, options=options)
+        shapes.clear()
+        return result
+
+    def broadcast(objects: list[Any], src: int, **_: Any) -> None:
+        if rank != src and shapes:
+            objects[0] = dict(shapes)
+
+    fsdp.set_model_state_dict = note_shapes
+    dist.broadcast_object_list = broadcast
+
+
+def replace_what_needs_numbers() -> None:
+    model_worker.load_pretrained = empty_weights
+    linear_log_prob._kernels = lambda x_MC: NoKernels
+    fsdp.MAX_SKIPPED_STEPS = 10**9
+    mini_batches.read_metrics = read_ones
+
+
+def rows_of(config: PPOConfig, num_rows: int) -> DataProto:
+    """Prompts and responses of full length, with all columns that a role reads."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    by_token = ("advantages", "returns", "values", "old_log_probs", "ref_log_prob", "rollout_log_probs")
+    attended = torch.ones(num_rows, prompt + response, dtype=torch.int64)
+    tensors = {
+        "input_ids": attended,
+        "attention_mask": attended,
+        "position_ids": attended.cumsum(-1) - 1,
+        "response_mask": attended[:, prompt:],
+        **{name: torch.zeros(num_rows, response) for name in by_token},
+    }
+    return DataProto.from_dict(tensors=tensors)
+
+
+def num_rows_of_pass(passes: MicroBatching, config: PPOConfig) -> int:
+    """Rows of full length that share a pass."""
+    length = config.data.max_prompt_length + config.data.max_response_length
+    return max(1, passes.max_tokens // length) if passes.by_tokens else passes.num_rows
+
+
+METHODS = {
+    Role.Actor: ("compute_log_prob", "update_actor"),
+    Role.Critic: ("compute_values", "update_critic"),
+    Role.RefPolicy: ("compute_ref_log_prob",),
+    Role.Teacher: ("compute_teacher_log_prob",),
+}
+
+
+def measure(config: PPOConfig, roles: Sequence[str], rank: int, world_size: int) -> list[Measured]:
+    """All phases of the process of these roles."""
+    join_nobody(rank, world_size)
+    replace_what_needs_numbers()
+    torch.cuda.set_device(0)
+    mapping = build_role_worker_mapping(config, {})
+    phases, workers = Phases(), {}
+    for role in roles:
+        made = mapping[role]
+        with phases(f"{role} load"):
+            worker = workers[role] = made.cls(*made.args, **made.kwargs)
+            worker.init_model()
+            phases.engines[role] = worker.engine
+    for role, worker in workers.items():
+        for method in METHODS.get(Role(role), ("compute_rm_score",)):
+            if method.startswith("update"):
+                measure_update(phases, role, worker, getattr(worker, method), config)
+            else:
+                rows = rows_of(config, 2)
+                with phases(f"{role} {method}"):
+                    getattr(worker, method)(rows)
+    if Role.Actor in workers:
+        with phases("actor export"):
+            workers[Role.Actor].export_weights(1)
+    return phases.measured
+
+
+def measure_update(
+    phases: Phases, role: str, worker: TrainedWorker, update: Callable[[DataProto], Any], config: PPOConfig
+) -> None:
+    """Two updates, since the first makes the optimizer's state; the optimizer step is a phase of its own."""
+    schedule = worker.schedule
+    num_rows = NUM_MICRO_BATCHES * num_rows_of_pass(schedule.micro_batching, config)
+    worker.schedule = mini_batches.UpdateSchedule(num_rows, schedule.micro_batching, epochs=1)
+    step = worker.engine.step
+    rows = rows_of(config, num_rows)
+    for time in ("first ", ""):
+
+        def step_apart(time: str = time) -> float:
+            phases.end(f"{role} {time}update", resting)
+            with phases(f"{role} {time}optimizer step"):
+                return step()
+
+        worker.engine.step = step_apart
+        resting = phases.begin()
+        update(rows)
+    worker.engine.step = step
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    config = load_ppo_config(task["overrides"], task.get("config_name"), task.get("config_dir"))
+    measured = measure(config, task["roles"], task["rank"], task["world_size"])
+    print(json.dumps([asdict(each) for each in measured]))
+
+
+if __name__ == "__main__":
+    main()
