@@ -102,4 +102,5 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *numbe
 }
 EXPORT int nvmlDeviceGetNvLinkState(void *device, unsigned link, int *active) { return *active = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetGpuFabricInfo(void *device, void *info) { return NVML_NOT_SUPPORTED; }
-EXPORT int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NVML_NOT_SUPPORTED; }
+// No NVSwitch: nvmlGpuFabricInfoV_t after its version, with the state "not supported", 0.
+EXPORT int nvmlDeviceGetGpuFabricInfoV(void *device, unsigned *info) { return memset(info + 1, 0, 32), SUCCESS; }

@@ -131,9 +131,12 @@ EXPORT int cudaPointerGetAttributes(PointerAttributes *attributes, const void *p
     return SUCCESS;
 }
 
-// Without numbers memory is never filled, so what is larger is counted and not moved.
-#define LARGEST_COPY (64u << 20)
-bool moves(size_t bytes) { return numbers() || bytes <= LARGEST_COPY; }
+// Without numbers memory is never filled, so what is larger than NULL_GPU_LARGEST_COPY, 64 MiB, is counted and not moved.
+bool moves(size_t bytes) {
+    static atomic_size_t largest = 0;
+    if (!largest) largest = getenv("NULL_GPU_LARGEST_COPY") ? strtoull(getenv("NULL_GPU_LARGEST_COPY"), NULL, 10) : 64u << 20;
+    return numbers() || bytes <= largest;
+}
 
 static bool pageable(const void *pointer) {
     Region region;

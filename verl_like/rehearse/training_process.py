@@ -1,14 +1,12 @@
 """Measures a training process of a run on the null GPU: one rank at its real size, with a group that is not there."""
 
 import contextlib
+import ctypes
 import json
-import math
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +15,8 @@ from torch.distributed._state_dict_utils import _TensorInfo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_like.protocol import DataProto, Metric
-from verl_like.single_controller.worker import Worker, rank_environment
+from verl_like.rehearse.measured import Measured
+from verl_like.single_controller.worker import rank_environment
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
@@ -26,26 +25,11 @@ from verl_like.workers import model_worker
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.models import linear_log_prob
-from verl_like.workers.model_worker import ModelWorker, TrainedWorker
+from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.planning.partition import MicroBatching
 
 NUM_MICRO_BATCHES = 2
 """Of an optimizer step: from the second on there are gradients of those before."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The device's memory in a phase, in bytes."""
-
-    phase: str
-    allocated: int
-    """At the peak, by tensors."""
-    reserved: int
-    """At the peak, with what torch's allocator has beside them."""
-    resting: int
-    """By tensors when the phase began."""
-    parts: dict[str, int]
-    """Of `allocated`: what lies there longer than the phase."""
 
 
 class Phases:
@@ -57,20 +41,44 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        resting = self.begin()
+        self.begin()
         yield
-        self.end(phase, resting)
+        self.end(phase)
 
-    def begin(self) -> int:
+    def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
 
-    def end(self, phase: str, resting: int) -> None:
+    def end(self, phase: str) -> None:
         parts: dict[str, int] = {}
         for role, engine in self.engines.items():
             parts |= {f"{role} {part}": size for part, size in parts_of(engine).items() if size}
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        self.measured.append(Measured(phase, *peaks, resting, parts))
+        self.measured.append(
+            Measured(
+                phase,
+                allocated=torch.cuda.max_memory_allocated(),
+                reserved=torch.cuda.max_memory_reserved(),
+                left=torch.cuda.memory_reserved(),
+                parts=parts,
+                heap=heap_bytes(),
+            )
+        )
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's mallinfo2, of ten sizes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def heap_bytes() -> int:
+    """What malloc has given out, also where nobody has written: a model in host memory counts as one that was read."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallInfo
+    info = mallinfo()
+    return info.hblkhd + info.uordblks
 
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
@@ -210,16 +218,16 @@ def measure_update(
     num_rows = NUM_MICRO_BATCHES * num_rows_of_pass(schedule.micro_batching, config)
     worker.schedule = mini_batches.UpdateSchedule(num_rows, schedule.micro_batching, epochs=1)
     step = worker.engine.step
+
+    def step_apart() -> float:
+        phases.end(f"{role} update")
+        with phases(f"{role} optimizer step"):
+            return step()
+
+    worker.engine.step = step_apart
     rows = rows_of(config, num_rows)
-    for time in ("first ", ""):
-
-        def step_apart(time: str = time) -> float:
-            phases.end(f"{role} {time}update", resting)
-            with phases(f"{role} {time}optimizer step"):
-                return step()
-
-        worker.engine.step = step_apart
-        resting = phases.begin()
+    for _ in range(2):
+        phases.begin()
         update(rows)
     worker.engine.step = step
 

@@ -1,0 +1,43 @@
+"""Says what a training command needs of each GPU: `python -m verl_like.rehearse --gpu H100-80 key=value ...`.
+
+The overrides are those of the command; nothing is trained. Ranks of each role run at their real size on the null GPU,
+which counts memory and computes nothing.
+"""
+
+import argparse
+import sys
+
+from verl_like.rehearse.gpu_size import GPU_BYTES, bytes_of_gpu
+from verl_like.rehearse.null_gpu import NullGpu
+from verl_like.rehearse.processes import measure_run
+from verl_like.rehearse.report import report
+from verl_like.trainer.config import ConfigError, load_ppo_config
+
+
+def main(arguments: list[str]) -> int:
+    """0 where all phases fit, 1 where one does not, 2 where the command cannot run."""
+    parser = argparse.ArgumentParser(prog="python -m verl_like.rehearse", allow_abbrev=False)
+    parser.add_argument("--gpu", required=True, help=f"{', '.join(GPU_BYTES)}, or a size such as 85.5GB")
+    parser.add_argument("--config-dir", help="folder of custom YAML files")
+    parser.add_argument("--config-name", help="the YAML file to start from")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        device_bytes = bytes_of_gpu(options.gpu)
+        config = load_ppo_config(options.overrides, options.config_name, options.config_dir)
+        null_gpu = NullGpu()
+    except (ConfigError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+    command = {
+        "overrides": options.overrides,
+        "config_name": options.config_name,
+        "config_dir": options.config_dir,
+    }
+    pools = measure_run(null_gpu, config, command, device_bytes)
+    text, fits = report(pools, device_bytes)
+    print(text)
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,21 @@
+"""The memory of a GPU as CUDA reports it."""
+
+import re
+
+GPU_BYTES = {
+    "A100-40": 39.4 * 2**30,
+    "A100-80": 79.1 * 2**30,
+    "H100-80": 79.1 * 2**30,
+    "H200-141": 139.7 * 2**30,
+    "B200-180": 178.4 * 2**30,
+}
+
+
+def bytes_of_gpu(name: str) -> int:
+    """Of a name in `GPU_BYTES`, or of a number of gigabytes (10^9 bytes) such as 85.5GB. Raises ValueError."""
+    if name in GPU_BYTES:
+        return int(GPU_BYTES[name])
+    number = re.fullmatch(r"(\d+(\.\d+)?)GB", name)
+    if not number or not float(number[1]):
+        raise ValueError(f"--gpu {name}: give one of {', '.join(GPU_BYTES)}, or a size such as 85.5GB.")
+    return int(float(number[1]) * 1e9)

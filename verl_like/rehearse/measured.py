@@ -1,0 +1,22 @@
+"""What a measuring process answers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The memory of a process in a phase, in bytes."""
+
+    phase: str
+    allocated: int
+    """Of the device, at the peak, by tensors."""
+    reserved: int
+    """Of the device, at the peak, with what torch's allocator has beside them."""
+    left: int
+    """Of the device, reserved when the phase has ended."""
+    parts: dict[str, int]
+    """Of `allocated`: what lies there longer than the phase."""
+    pinned: int = 0
+    """Of the host, by CUDA."""
+    heap: int = 0
+    """Of the host, by malloc, written or not."""
