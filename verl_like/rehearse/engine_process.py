@@ -32,7 +32,7 @@ def measure(config: PPOConfig, rank: int, world_size: int) -> list[Measured]:
 
     def take(phase: str) -> None:
         used = bytes_in_use()
-        phases.append(Measured(phase, allocated=used, reserved=used, left=used, parts={}))
+        phases.append(Measured(phase, allocated=used, reserved=used, parts={}))
 
     worker.init_model()
     take("rollout generation")

@@ -1,4 +1,4 @@
-"""What a measuring process answers."""
+"""What a measuring process answers: its phases, of which the last is what it keeps while other processes work."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,6 @@ class Measured:
     """Of the device, at the peak, by tensors."""
     reserved: int
     """Of the device, at the peak, with what torch's allocator has beside them."""
-    left: int
-    """Of the device, reserved when the phase has ended."""
     parts: dict[str, int]
     """Of `allocated`: what lies there longer than the phase."""
     pinned: int = 0

@@ -43,7 +43,7 @@ class NullGpu:
                 raise ValueError(f"The null GPU was not built: {done.stderr.strip().splitlines()[-1]}")
 
     def run(self, module: str, task: Mapping[str, Any], device_bytes: int) -> Any:
-        """What `python -m module` answers to a task, on a device of its own. Raises RuntimeError with its last lines."""
+        """What `python -m module` answers to a task, on a device of its own; RuntimeError has its last lines."""
         name = f"rehearse_{uuid.uuid4().hex}"
         variables = {
             "LD_PRELOAD": str(self.library),

@@ -39,9 +39,7 @@ class Pool:
     processes: tuple[Process, ...]
 
 
-def measure_run(
-    null_gpu: NullGpu, config: PPOConfig, command: Mapping[str, Any], device_bytes: int
-) -> list[Pool]:
+def measure_run(null_gpu: NullGpu, config: PPOConfig, command: Mapping[str, Any], device_bytes: int) -> list[Pool]:
     """Runs a process of each kind on a device on which everything fits, and an engine on one of the real size."""
     mapping = {role: config.role_mapping[role] for role in config.active_roles}
     processes: dict[str, list[Process]] = {pool: [] for pool in mapping.values()}
@@ -56,6 +54,4 @@ def measure_run(
             process = Process(tuple(roles), rank, num_ranks, tuple(Measured(**phase) for phase in measured))
             processes[pool].append(process)
             print(f"{pool}, {process.name}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return [
-        Pool(name, sum(config.resource_pool_spec[name]), tuple(own)) for name, own in processes.items()
-    ]
+    return [Pool(name, sum(config.resource_pool_spec[name]), tuple(own)) for name, own in processes.items()]

@@ -54,7 +54,7 @@ def _at_once(pool: Pool, process: Process, phase: Measured) -> tuple[Process, Me
     parts = {"this process": float(phase.reserved)}
     others = {each.roles: each for each in pool.processes if each.roles != process.roles}
     for roles, other in others.items():
-        parts[f"{'+'.join(roles)} meanwhile"] = float(other.phases[-1].left)
+        parts[f"{'+'.join(roles)} meanwhile"] = float(other.phases[-1].reserved)
     parts["contexts (assumed)"] = CONTEXT * (1 + len(others))
     return process, phase, parts
 

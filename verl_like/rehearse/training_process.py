@@ -24,8 +24,8 @@ from verl_like.trainer.roles import Role
 from verl_like.workers import model_worker
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.engine.host_memory import local_part
-from verl_like.workers.models import linear_log_prob
 from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.models import linear_log_prob
 from verl_like.workers.planning.partition import MicroBatching
 
 NUM_MICRO_BATCHES = 2
@@ -57,7 +57,6 @@ class Phases:
                 phase,
                 allocated=torch.cuda.max_memory_allocated(),
                 reserved=torch.cuda.max_memory_reserved(),
-                left=torch.cuda.memory_reserved(),
                 parts=parts,
                 heap=heap_bytes(),
             )
@@ -68,8 +67,8 @@ class _MallInfo(ctypes.Structure):
     """glibc's mallinfo2, of ten sizes."""
 
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
     ]
 
 
@@ -207,6 +206,8 @@ def measure(config: PPOConfig, roles: Sequence[str], rank: int, world_size: int)
     if Role.Actor in workers:
         with phases("actor export"):
             workers[Role.Actor].export_weights(1)
+    with phases("between calls"):
+        pass
     return phases.measured
 
 

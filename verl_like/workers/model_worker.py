@@ -1,5 +1,6 @@
 """What the workers around a model have in common: the engine that runs it, checkpoints and export."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching, num_groups, num_rows_per_rank
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 from verl_like.workers.weight_transfer import WeightTransport
+from verl_like.workers.weight_transfer.direct import IpcTransport
 
 
 class ModelWorker(Worker):
@@ -77,6 +79,9 @@ class ModelWorker(Worker):
         self, sequence_parallel_size: int = 1, training: ActorConfig | CriticConfig | TrainingConfig | None = None
     ) -> None:
         """Joins the ranks of the group and makes `engine`, which trains where there are settings for it."""
+        if self.device == "cuda" and not isinstance(getattr(self, "weight_transport", None), IpcTransport):
+            # Segments that grow have less between tensors. Memory that another process opens is left as it is.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         init_process_group(self.device, self.rank, self.world_size)
         self.engine = FsdpEngine(
             self.build_model,

@@ -1,0 +1,57 @@
+"""The rehearsal's sums, from what processes measured; the measuring itself needs CUDA's build of torch."""
+
+import re
+
+import pytest
+
+from verl_like.rehearse.gpu_size import bytes_of_gpu
+from verl_like.rehearse.measured import Measured
+from verl_like.rehearse.processes import Pool, Process
+from verl_like.rehearse.report import report
+
+GB = 10**9
+
+
+def measured(phase: str, allocated: float, reserved: float, **parts: float) -> Measured:
+    sizes = {part.replace("_", " "): int(size * GB) for part, size in parts.items()}
+    return Measured(phase, int(allocated * GB), int(reserved * GB), sizes)
+
+
+def test_a_gpu_is_named_or_has_a_size():
+    assert bytes_of_gpu("85.5GB") == 85_500_000_000
+    assert bytes_of_gpu("H100-80") == pytest.approx(84.9e9, rel=1e-3)
+    with pytest.raises(ValueError, match=r"--gpu H100: give one of A100-40, .*, or a size such as 85.5GB"):
+        bytes_of_gpu("H100")
+    with pytest.raises(ValueError, match="--gpu 0GB"):
+        bytes_of_gpu("0GB")
+
+
+@pytest.fixture
+def pools() -> list[Pool]:
+    """Training and an engine on the same GPUs: the update of rank 0 needs 40 GB, while the engine keeps 2 asleep."""
+    update = measured("actor update", 34, 40, actor_weights=7, actor_optimizer=14)
+    rest = measured("between calls", 21, 22)
+    training = [
+        Process(("actor", "ref"), rank, 4, (measured("actor load", 21, load), update, rest))
+        for rank, load in ((0, 22), (3, 21))
+    ]
+    engine = Process(("rollout",), 0, 4, (measured("generation", 15, 15), measured("asleep", 2, 2)))
+    return [Pool("policy_pool", 4, (*training, engine))]
+
+
+def test_what_lies_on_a_gpu_at_once_is_added_up_and_compared_with_its_size(pools: list[Pool]):
+    text, fits = report(pools, 50 * GB)
+    assert fits
+    assert "policy_pool: 4 GPUs of 50.0 GB" in text
+    assert re.search(
+        r"actor update +34\.0 +40\.0 .* actor weights 7\.0, actor optimizer 14\.0, activations .* 13\.0", text
+    )
+    # 2 while the engine sleeps, and 0.6 of each of the two processes; generation takes 15 + 22.
+    assert "Most on one GPU, actor+ref rank 0 of 4, actor update: this process 40.0 + rollout meanwhile 2.0" in text
+    assert "= 43.2 GB" in text and "It fits: 6.8 GB are left." in text
+
+
+def test_a_phase_that_does_not_fit_is_named_with_the_keys_that_lower_it(pools: list[Pool]):
+    text, fits = report(pools, 43 * GB)
+    assert not fits
+    assert "This does not fit" in text and "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in text
