@@ -26,7 +26,7 @@ from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models import linear_log_prob
-from verl_like.workers.planning.partition import MicroBatching
+from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
 NUM_MICRO_BATCHES = 2
 """Of an optimizer step: from the second on there are gradients of those before."""
@@ -46,6 +46,8 @@ class Phases:
         self.end(phase)
 
     def begin(self) -> None:
+        """Torch gives what it keeps of freed memory back before it says that memory is short: so does each phase."""
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def end(self, phase: str) -> None:
@@ -174,6 +176,20 @@ def num_rows_of_pass(passes: MicroBatching, config: PPOConfig) -> int:
     return max(1, passes.max_tokens // length) if passes.by_tokens else passes.num_rows
 
 
+def passes_of(role: str, config: PPOConfig) -> MicroBatching:
+    """The micro-batches of a role's passes without gradients."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    if role == Role.Actor:
+        return log_prob_micro_batching(policy.rollout)
+    if role in (Role.RefPolicy, Role.Teacher):
+        return log_prob_micro_batching(policy.ref)
+    if role == Role.Critic:
+        rows, tokens = critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len_per_gpu
+        return MicroBatching(rows, tokens, critic.use_dynamic_bsz)
+    rows, tokens = reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu
+    return MicroBatching(rows, tokens, reward.use_dynamic_bsz)
+
+
 METHODS = {
     Role.Actor: ("compute_log_prob", "update_actor"),
     Role.Critic: ("compute_values", "update_critic"),
@@ -200,7 +216,7 @@ def measure(config: PPOConfig, roles: Sequence[str], rank: int, world_size: int)
             if method.startswith("update"):
                 measure_update(phases, role, worker, getattr(worker, method), config)
             else:
-                rows = rows_of(config, 2)
+                rows = rows_of(config, NUM_MICRO_BATCHES * num_rows_of_pass(passes_of(role, config), config))
                 with phases(f"{role} {method}"):
                     getattr(worker, method)(rows)
     if Role.Actor in workers:
