@@ -202,7 +202,6 @@ def measure(config: PPOConfig, roles: Sequence[str], rank: int, world_size: int)
     """All phases of the process of these roles."""
     join_nobody(rank, world_size)
     replace_what_needs_numbers()
-    torch.cuda.set_device(0)
     mapping = build_role_worker_mapping(config, {})
     phases, workers = Phases(), {}
     for role in roles:

@@ -1,7 +1,9 @@
 """How much memory a run takes on a GPU: a sum for each phase, made before anything starts.
 
-Weights, Adam, gradients and the engine's share are exact. Activations are an upper estimate: the tensors that autograd
-saves in a layer of Llama and Qwen3, doubled for temporary tensors. OVERHEAD and ASLEEP are assumptions.
+Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in three streams. Memory
+that one of them has had is not another's, so what they take at most adds up, though not at one time. Activations are
+the tensors that autograd saves in a layer of Llama and Qwen3. What lies between tensors was measured on the null GPU,
+by `make plan-check`. CONTEXT and ASLEEP are assumptions.
 """
 
 from collections.abc import Mapping
@@ -21,12 +23,16 @@ from verl_like.workers.models.pretrained import TEACHER_PATH, decoder_layers, em
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
 GB = 1e9
-OVERHEAD = 3.0 * GB
-"""Of a training process: CUDA context, NCCL, libraries, fragments."""
+CONTEXT = 1.0 * GB
+"""Of a training process: CUDA context, NCCL, libraries."""
 ASLEEP = 1.5 * GB
 """Of an engine that sleeps: CUDA context and captured graphs."""
 REDUCTION_BYTES = 4
 """Gradients are reduced in float32."""
+BETWEEN_LAYERS = 11
+"""Bytes of each parameter of a layer: the buffers of the layer before, which go when those of the next are there."""
+BETWEEN_GRADIENTS, BETWEEN_ACTIVATIONS = 0.3, 0.03
+"""Shares of these that torch's allocator has beside them."""
 
 
 @dataclass(frozen=True)
@@ -134,34 +140,82 @@ class TrainingRole:
         parts = {} if self.fsdp.param_offload else {f"{self.name} weights": self.stored}
         return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
 
-    def working(self, sequence_length: int, response_length: int) -> dict[str, float]:
-        """During a pass, in addition to `at_rest`."""
-        size, itemsize = self.size, getattr(torch, self.fsdp.dtype).itemsize
-        is_whole = self.shards == 1 or self.fsdp.strategy != "zero3"
-        # All parameters, or the outer ones, a layer, the next layer and its buffer.
-        gathered = size.parameters if is_whole else min(size.parameters, size.outer + 3 * size.layer)
-        tokens = self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
-        scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
-        layer = size.activations_per_token * itemsize * tokens
-        head = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
-        gradients = reduced = kept = 0.0
-        if isinstance(self.fsdp, TrainedFsdpConfig):
-            # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that
-            # is gathered whole frees its layers while it makes the copy, which then takes no further memory.
-            gradients = size.trained * REDUCTION_BYTES / (1 if self.fsdp.strategy == "zero1" else self.shards)
-            gradients += 0.0 if is_whole or self.fsdp.model_dtype == "float32" else self.stored_trained
-            reduced = max(size.outer, size.layer) * (itemsize + REDUCTION_BYTES)
-            if isinstance(self.model, TrainedModelConfig) and not self.model.enable_activation_offload:
-                each = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
-                kept = each * size.num_layers
-        moved = {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
-        return moved | {
-            "gradients": gradients,
-            "gathered layers": gathered * itemsize,
-            "reduction*": reduced,
-            "activations*": kept + 2 * layer,
-            "head*": head + scored * size.hidden * (itemsize + REDUCTION_BYTES) if size.head else 0.0,
+    @property
+    def gathers_whole(self) -> bool:
+        """Whether all parameters are there from the forward to the backward pass."""
+        return self.shards == 1 or self.fsdp.strategy != "zero3"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a number in the layers' computing data type."""
+        return getattr(torch, self.fsdp.dtype).itemsize
+
+    def tokens_of_pass(self, sequence_length: int) -> float:
+        return self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
+
+    def gathered(self) -> dict[str, float]:
+        """The parameters that a pass computes with, and the buffers into which they are gathered."""
+        size = self.size
+        two_units = min(size.parameters, size.outer + size.layer)
+        cast = size.layer / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
+        return {
+            "gathered layers": (size.parameters if self.gathers_whole else two_units) * self.num_bytes,
+            "gathering*": (two_units + cast) * self.num_bytes,
         }
+
+    def head_working(self, sequence_length: int, response_length: int) -> float:
+        """Of the scored tokens: a chunk of logits twice, and hidden states with their gradient in float32."""
+        size, tokens = self.size, self.tokens_of_pass(sequence_length)
+        scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
+        chunk = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
+        return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES) if size.head else 0.0
+
+    def forward(self, sequence_length: int, response_length: int) -> dict[str, float]:
+        """A pass without gradients, in addition to `at_rest`."""
+        layer = self.size.activations_per_token * self.num_bytes * self.tokens_of_pass(sequence_length)
+        return (
+            self.moved()
+            | self.gathered()
+            | {
+                "activations*": max(layer, self.head_working(sequence_length, response_length)),
+                "fragments*": BETWEEN_LAYERS * self.size.layer / 2,
+            }
+        )
+
+    def moved(self) -> dict[str, float]:
+        """What a call brings to the device of what lies in host memory."""
+        return {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
+
+    def update(self, sequence_length: int, response_length: int) -> dict[str, float]:
+        """The forward and backward passes of a model that is trained, in addition to `at_rest`."""
+        assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(self.model, TrainedModelConfig)
+        size, itemsize, tokens = self.size, self.num_bytes, self.tokens_of_pass(sequence_length)
+        trained = size.trained / size.parameters  # all, or an adapter's small part
+        # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that is
+        # gathered whole frees its layers while it makes the copy, which then takes no further memory.
+        sums_whole = self.fsdp.strategy in ("zero1", "ddp", "single")
+        gradients = size.trained * REDUCTION_BYTES / (1 if sums_whole else self.shards)
+        gradients += 0.0 if self.gathers_whole or self.fsdp.model_dtype == "float32" else self.stored_trained
+        # In the stream that reduces: the shard of the largest unit, or of all of them where they are reduced once.
+        reduced = (size.trained if sums_whole else trained * max(size.outer, size.layer)) / self.shards
+        layer = size.activations_per_token * itemsize * tokens
+        kept = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
+        kept = 0.0 if self.model.enable_activation_offload else kept * size.num_layers
+        computed = kept + max(layer, self.head_working(sequence_length, response_length))
+        computed += trained * (size.layer * (itemsize + REDUCTION_BYTES) + size.head * itemsize)
+        # At the end of the backward pass the activations are gone, and the outermost unit is reduced.
+        at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
+        between = BETWEEN_LAYERS * size.layer + BETWEEN_GRADIENTS * gradients + BETWEEN_ACTIVATIONS * computed
+        return (
+            self.moved()
+            | {"gradients": gradients}
+            | self.gathered()
+            | {
+                "reduction*": reduced * REDUCTION_BYTES,
+                "activations*": max(computed, at_the_end),
+                "fragments*": between,
+            }
+        )
 
 
 def training_roles(config: PPOConfig) -> list[TrainingRole]:
@@ -211,14 +265,15 @@ def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
     for pool in dict.fromkeys(config.role_mapping[role] for role in config.active_roles):
         roles = [role for role in built_in if config.role_mapping[role.name] == pool]
         rest = {part: size for role in roles for part, size in role.at_rest().items()}
-        overhead = {"overhead*": OVERHEAD} if roles else {}
+        overhead = {"context*": CONTEXT} if roles else {}
         beside: dict[str, float] = {}
         if pool == config.role_mapping[Role.Rollout]:
             phases.append(Phase(pool, "generation", rest | engine | overhead))
             beside = asleep if rollout.free_cache_engine else engine
         for role in roles:
-            name = "update" if isinstance(role.fsdp, TrainedFsdpConfig) else "forward pass"
-            working = role.working(sequence, response)
+            is_trained = isinstance(role.fsdp, TrainedFsdpConfig)
+            name = "update" if is_trained else "forward pass"
+            working = (role.update if is_trained else role.forward)(sequence, response)
             phases.append(Phase(pool, f"{role.name} {name}", rest | working | beside | overhead))
             if role.offloads_adam:
                 step = {f"{role.name} Adam": role.adam, "gradients": role.stored_trained}
