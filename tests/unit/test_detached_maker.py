@@ -112,6 +112,18 @@ def test_a_push_that_comes_late_does_not_take_the_place_of_a_newer_one():
     assert holder.pushed.version == 3
 
 
+def test_experience_is_sent_when_the_trainers_have_what_was_sent_before():
+    events: list[str] = []
+    config = config_of()
+    holder = maker(config=config, name_in_ledger="maker_0", trainer_names=["trainer_0"], sent={})
+    holder.wait_for_sent = lambda: events.append("waited")
+    rows = prompts(0).repeat(config.actor_rollout_ref.rollout.n)
+    rows.non_tensor_batch["policy_version"] = rows.non_tensor_batch["uid"]
+    rows.batch["old_log_probs"] = torch.zeros(len(rows), 2)
+    holder.send([], SimpleNamespace(batch=rows, metrics={}))
+    assert events == ["waited"]
+
+
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):
     config = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo", "detached.experience_batch_size=4")
     ledger = PromptLedger(3, batch_size=4, detached=config.detached)
