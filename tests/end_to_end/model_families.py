@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,9 +198,15 @@ def serve_vllm(connection: Connection) -> None:
 
 
 class VllmProcess:
-    """The process of `serve_vllm`, started anew after one that died or hung."""
+    """The process of `serve_vllm`, started anew after one that died or hung.
+
+    It has one family at a time: of two processes that write to each other at once, neither would read.
+    """
 
     def __init__(self) -> None:
+        self.waiting: deque[TrainedFamily] = deque()
+        self.answers: deque[DataProto | str | None] = deque()
+        self.is_busy = False
         self._start()
 
     def _start(self) -> None:
@@ -207,23 +214,43 @@ class VllmProcess:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve_vllm, args=(theirs,), daemon=True)
         self.process.start()
+        theirs.close()  # so that the end of the process is noticed
         assert self.connection.poll(ENGINE_DEADLINE_S), "vLLM was not imported"
         self.connection.recv()
 
     def submit(self, family: TrainedFamily) -> None:
-        self.connection.send((family.architecture, family.path, family.export))
+        """Has it answered after those before it."""
+        self.waiting.append(family)
+        if self.is_busy and self.connection.poll():
+            self._receive()
+        self._send()
 
-    def answer(self) -> DataProto | str | None:
-        """Responses, why there are none, or None for a family that vLLM does not have."""
+    def _send(self) -> None:
+        if self.waiting and not self.is_busy:
+            family = self.waiting.popleft()
+            self.connection.send((family.architecture, family.path, family.export))
+            self.is_busy = True
+
+    def _receive(self) -> None:
         try:
             if self.connection.poll(ENGINE_DEADLINE_S):
-                return self.connection.recv()
+                self.answers.append(self.connection.recv())
+                self.is_busy = False
+                return
             why = f"no answer in {ENGINE_DEADLINE_S} s"
         except EOFError:
             why = "its process died"
+        self.answers.append(why)
+        self.is_busy = False
         self.stop()
         self._start()
-        return why
+
+    def answer(self) -> DataProto | str | None:
+        """Responses, why there are none, or None for a family that vLLM does not have; in the order of `submit`."""
+        if not self.answers:
+            self._receive()
+            self._send()
+        return self.answers.popleft()
 
     def stop(self) -> None:
         self.process.kill()

@@ -8,6 +8,8 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kill_points import die_at, in_a_fork
@@ -36,6 +38,37 @@ def test_files_that_workers_have_written_are_not_read_again_and_have_to_be_seen(
     checkpoint.commit(partial, 2, {}, {"shard": digest})
     files = json.loads((tmp_path / "global_step_2/manifest.json").read_text())["files"]
     assert files["shard"] == digest and files["generated"]["bytes"] == 9
+
+
+def test_a_checkpoint_that_is_being_written_is_asked_for_once_and_not_waited_for(tmp_path: Path):
+    class Answer:
+        """What a worker group's call returns."""
+
+        has_come = False
+
+        def done(self) -> bool:
+            return self.has_come
+
+        def get(self, timeout: float | None) -> list[dict[str, Any]]:
+            assert self.has_come, "waited"
+            return [{"rank_0.safetensors": {"bytes": 3}}]
+
+    answers: list[Answer] = []
+
+    def ask(wait: bool) -> Answer:
+        assert not wait
+        answers.append(Answer())
+        return answers[-1]
+
+    groups: Any = {role: SimpleNamespace(save_result=SimpleNamespace(remote=ask)) for role in ("actor", "critic")}
+    pending = checkpoint.PendingCheckpoint(tmp_path, 4, {}, groups)
+    assert pending.files(wait=False) is None
+    answers[0].has_come = True
+    assert pending.files(wait=False) is None
+    answers[1].has_come = True
+    paths = {"actor/checkpoint/rank_0.safetensors", "critic/checkpoint/rank_0.safetensors"}
+    assert pending.files(wait=False).keys() == paths
+    assert len(answers) == 2
 
 
 def test_a_save_that_dies_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path):

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from test_detached_config import IN_FLIGHT, config_of
 from tiny_worker_models import write_model
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto
+from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.detached.ledger import PromptLedger
@@ -81,6 +83,13 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
     spans = dict(zip(uids, generated.non_tensor_batch["policy_version"][::4], strict=True))
     assert spans["0-0"] == ((0, 0, 5), (1, 5, 9)) and spans["0-4"] == ((1, 0, 9),)
 
+    sent: list[Any] = []
+    run.maker = SimpleNamespace(sample=lambda rows, _, generation: generation.get(), complete=lambda rows: rows)
+    holder.send = lambda tickets, experience: sent.append((tickets, experience))
+    assert holder.advance() == 1 and holder.ended is None
+    ((of_tickets, experience),) = sent
+    assert of_tickets is ended and torch.equal(experience.batch["responses"], generated.batch["responses"])
+
 
 @pytest.mark.parametrize(
     ("version", "validated", "is_due"),
@@ -110,6 +119,33 @@ def test_a_push_that_comes_late_does_not_take_the_place_of_a_newer_one():
     for version in (1, 3, 2):
         holder.update_experience_maker(PushedWeights(version, {}))
     assert holder.pushed.version == 3
+
+
+def test_weights_that_do_not_come_are_named_with_their_version_and_trainer(monkeypatch: pytest.MonkeyPatch):
+    def get(references: list[Any], timeout: float) -> None:
+        assert timeout == 7.0
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    config = config_of("trainer.call_timeout_s=7")
+    own = {"name": "maker_1", "version": 2, "recorder": SideRecorder("maker_1", node="")}
+    holder = maker(config=config, pushed=PushedWeights(3, {}), trainer_names=["trainer_0"], **own)
+    with pytest.raises(
+        CallTimeout, match=r"maker_1\.load_newest_weights did not .* 7 s: .* weights of version 3, from trainer_0"
+    ):
+        holder.load_newest_weights()
+
+
+def test_experience_is_sent_when_the_trainers_have_what_was_sent_before():
+    events: list[str] = []
+    config = config_of()
+    holder = maker(config=config, name_in_ledger="maker_0", trainer_names=["trainer_0"], sent={})
+    holder.wait_for_sent = lambda: events.append("waited")
+    rows = prompts(0).repeat(config.actor_rollout_ref.rollout.n)
+    rows.non_tensor_batch["policy_version"] = rows.non_tensor_batch["uid"]
+    rows.batch["old_log_probs"] = torch.zeros(len(rows), 2)
+    holder.send([], SimpleNamespace(batch=rows, metrics={}))
+    assert events == ["waited"]
 
 
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):

@@ -17,8 +17,8 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.report import write_report
-from verl_like.trainer.supervised.config import DPOConfig, SFTConfig, broken_supervised_rules
-from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, pool_of, worker_arguments
+from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.supervised.run_supervised import check_inputs, display_of, pool_of, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 
@@ -233,7 +233,7 @@ def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measur
     metrics = {"loss": 0.125, "accuracy": 0.75, "lr": 2e-5, "grad_norm": 1.5, "margin": 0.5}
     row = {f"dpo/{name}": value for name, value in metrics.items()}
     row |= {"step": 3, "perf/total_throughput": 1234.0, "timing_s/step": 4.0, "timing_s/update_model": 3.0}
-    display = KINDS[DPOConfig].display
+    display = display_of("dpo", "per pair")
     RunConsole(display, str).show_step(3, 20, row)
     line = " ".join(capsys.readouterr().out.split())
     assert line == "step 3/20 loss 0.1250 acc 0.750 lr 2.0e-05 grad 1.50 tok/s 1,234 4.00 s: update_model 3.00"

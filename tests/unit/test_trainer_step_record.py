@@ -32,6 +32,27 @@ def test_neither_a_validation_nor_a_checkpoint_counts_in_the_speed_of_a_step(tmp
     assert row["perf/throughput"] == pytest.approx(37.5 / seconds)  # of 16 processes
 
 
+def test_a_step_that_a_resumed_run_completes_keeps_the_times_that_it_had(tmp_path):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    before = {"training/global_step": 4, "timing_s/step": 100.0, "perf/time_per_step": 100.0}
+    with recorder.step(4, total_steps=9, row=before) as log:
+        log({"val-core/acc": 0.5})
+        recorder.seconds["testing"] = 3.0
+    recorder.close("Done.")
+    (row,) = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert row == {"step": 4, **before, "val-core/acc": 0.5, "timing_s/testing": 3.0}
+
+
+def test_the_summary_of_a_run_names_its_files(tmp_path, capsys):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    with recorder.step(1, total_steps=1):
+        recorder.timeline.record(event("update_actor", 0, 1.0, 1.5))
+    recorder.close("Done.")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for file, what in (("report.html", "report"), ("metrics.jsonl", "metrics"), ("timeline.jsonl", "timeline")):
+        assert [file, what] in lines
+
+
 def test_the_placement_has_a_row_for_each_node_of_each_group():
     two_nodes = SimpleNamespace(worker_nodes=["n1", "n2", "n1"], worker_pids=[11, 12, 13])
     one_node = SimpleNamespace(worker_nodes=["n2"], worker_pids=[14])

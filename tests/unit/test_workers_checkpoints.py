@@ -115,6 +115,14 @@ def test_the_settings_that_a_thread_writes_leave_the_model_as_it_is(tmp_path: Pa
     assert engine.model.hf.config.to_dict() == before and engine.model.hf.config.dtype == torch.float32
 
 
+def test_settings_of_which_some_are_in_folders_are_written_where_they_were(tmp_path: Path):
+    group = actor_group(tmp_path / "base")
+    tokenizer = group.workers[0].engine.tokenizer
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}  # the second in a folder
+    group.save_checkpoint(str(tmp_path / "saved"))
+    assert (tmp_path / "saved/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
+
+
 def test_a_file_that_cannot_be_written_is_named_and_removed_and_the_next_save_writes_it(tmp_path: Path):
     group = actor_group(tmp_path / "model")
     before = parameters_of(group.workers[0])
