@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal
+.PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal gpu-environment
 
 env:
 	@bash scripts/environment.sh
@@ -26,6 +26,10 @@ build/uv/bin/uv: requirements/uv.txt
 # build/gpu_env. CHOSEN="sft ppo*" does some of the runs.
 gpu-rehearsal:
 	@python3 scripts/gpu_rehearsal.py $(CHOSEN)
+
+# What `python -m verl_like.rehearse` needs where there is no GPU: the GPU environment, without a run.
+gpu-environment:
+	@python3 scripts/gpu_rehearsal.py --environment
 
 # What proves and takes long, about two hours; writes docs/proofs.md, and after it the rehearsal's page. CHOSEN="-k resume"
 # runs a part, without the rehearsal.

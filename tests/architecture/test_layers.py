@@ -21,6 +21,7 @@ LAYER = {
     "data": 1,
     "workers": 2,
     "trainer": 3,
+    "rehearse": 4,
 }
 # Optional packages, each imported inside a function of the files that wrap it.
 OPTIONAL = {

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     }
     pools = measure_run(null_gpu, config, command, device_bytes)
     text, fits = report(pools, device_bytes)
-    print(text)
+    sys.stdout.write(text + "\n")
     return 0 if fits else 1
 
 

@@ -48,7 +48,7 @@ def main() -> None:
     # Triton's and CUDA graphs' kernels are not compiled.
     config = config.updated({"actor_rollout_ref.rollout.enforce_eager": True})
     measured = measure(config, task["rank"], task["world_size"])
-    print(json.dumps([asdict(each) for each in measured]))
+    sys.stdout.write(json.dumps([asdict(each) for each in measured]) + "\n")
 
 
 if __name__ == "__main__":

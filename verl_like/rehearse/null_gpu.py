@@ -37,7 +37,7 @@ class NullGpu:
         self.folder = ROOT / "build" / "null_gpus" / name
         self.library = self.folder / "libnullgpu.so"
         if not self.library.exists():
-            command = [sys.executable, SOURCES / "build.py", self.folder, site_packages]
+            command = [sys.executable, str(SOURCES / "build.py"), str(self.folder), str(site_packages)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
             if done.returncode:
                 raise ValueError(f"The null GPU was not built: {done.stderr.strip().splitlines()[-1]}")
@@ -56,7 +56,7 @@ class NullGpu:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [self.python, "-m", module, json.dumps(task)]
+        command = [str(self.python), "-m", module, json.dumps(task)]
         try:
             done = subprocess.run(
                 command, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -53,5 +53,5 @@ def measure_run(null_gpu: NullGpu, config: PPOConfig, command: Mapping[str, Any]
             measured = null_gpu.run(ENGINE if is_engine else TRAINING, task, size)
             process = Process(tuple(roles), rank, num_ranks, tuple(Measured(**phase) for phase in measured))
             processes[pool].append(process)
-            print(f"{pool}, {process.name}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
+            sys.stderr.write(f"{pool}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
     return [Pool(name, sum(config.resource_pool_spec[name]), tuple(own)) for name, own in processes.items()]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._state_dict_utils import _TensorInfo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_like.protocol import DataProto, Metric
@@ -47,8 +46,9 @@ class Phases:
 
     def begin(self) -> None:
         """Torch gives what it keeps of freed memory back before it says that memory is short: so does each phase."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        if torch.cuda.is_initialized():  # the worker sets what the allocator reads when it starts
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
     def end(self, phase: str) -> None:
         parts: dict[str, int] = {}
@@ -124,35 +124,40 @@ def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metr
     return [{name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()} for part in parts]
 
 
-def join_nobody(rank: int, world_size: int) -> None:
-    """A process group whose other ranks are not there, and whose collectives do nothing.
+class NobodyElse:
+    """`torch.distributed` for an engine whose other ranks are not there: what rank 0 would send stays as it is."""
 
-    What rank 0 would send of a model, its names and shapes, another rank takes from its own.
-    """
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        pass
+
+
+def receive_weights(model: Any, weights: Any, options: Any) -> None:
+    """In the place of `set_model_state_dict` on a rank that rank 0 sends each weight, whole and one at a time."""
+    for value in model.state_dict().values():
+        torch.empty(value.shape, dtype=value.dtype, device="cuda")
+
+
+def join_nobody(rank: int, world_size: int) -> None:
+    """A process group whose other ranks are not there, and whose collectives do nothing."""
     os.environ |= rank_environment(rank, world_size, 0, 1, "cuda")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    set_model_state_dict = fsdp.set_model_state_dict
-    shapes: dict[str, _TensorInfo] = {}
-
-    def note_shapes(model: Any, weights: Any, options: Any) -> Any:
-        shapes.update({name: _TensorInfo(value.shape, value.dtype) for name, value in model.state_dict().items()})
-        result = set_model_state_dict(model, weights, options=options)
-        shapes.clear()
-        return result
-
-    def broadcast(objects: list[Any], src: int, **_: Any) -> None:
-        if rank != src and shapes:
-            objects[0] = dict(shapes)
-
-    fsdp.set_model_state_dict = note_shapes
-    dist.broadcast_object_list = broadcast
+    engine: Any = fsdp
+    engine.dist = NobodyElse()
+    if rank:
+        engine.set_model_state_dict = receive_weights
 
 
 def replace_what_needs_numbers() -> None:
-    model_worker.load_pretrained = empty_weights
-    linear_log_prob._kernels = lambda x_MC: NoKernels
-    fsdp.MAX_SKIPPED_STEPS = 10**9
-    mini_batches.read_metrics = read_ones
+    """Weights that nobody reads, the head's Triton kernels, metrics, and the limit of steps without a norm."""
+    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches)
+    workers, head, engine, updates = modules
+    workers.load_pretrained = empty_weights
+    head._kernels = lambda x_MC: NoKernels
+    engine.MAX_SKIPPED_STEPS = 10**9
+    updates.read_metrics = read_ones
 
 
 def rows_of(config: PPOConfig, num_rows: int) -> DataProto:
@@ -233,26 +238,27 @@ def measure_update(
     schedule = worker.schedule
     num_rows = NUM_MICRO_BATCHES * num_rows_of_pass(schedule.micro_batching, config)
     worker.schedule = mini_batches.UpdateSchedule(num_rows, schedule.micro_batching, epochs=1)
-    step = worker.engine.step
+    engine: Any = worker.engine
+    step = engine.step
 
     def step_apart() -> float:
         phases.end(f"{role} update")
         with phases(f"{role} optimizer step"):
             return step()
 
-    worker.engine.step = step_apart
+    engine.step = step_apart
     rows = rows_of(config, num_rows)
     for _ in range(2):
         phases.begin()
         update(rows)
-    worker.engine.step = step
+    engine.step = step
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
     config = load_ppo_config(task["overrides"], task.get("config_name"), task.get("config_dir"))
     measured = measure(config, task["roles"], task["rank"], task["world_size"])
-    print(json.dumps([asdict(each) for each in measured]))
+    sys.stdout.write(json.dumps([asdict(each) for each in measured]) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in three streams. Memory
 that one of them has had is not another's, so what they take at most adds up, though not at one time. Activations are
-the tensors that autograd saves in a layer of Llama and Qwen3. What lies between tensors was measured on the null GPU,
-by `make plan-check`. CONTEXT and ASLEEP are assumptions.
+the tensors that autograd saves in a layer of Llama and Qwen3. `python -m verl_like.rehearse` measures what is added up
+here. CONTEXT and ASLEEP are assumptions.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,8 @@ ASLEEP = 1.5 * GB
 """Of an engine that sleeps: CUDA context and captured graphs."""
 REDUCTION_BYTES = 4
 """Gradients are reduced in float32."""
-BETWEEN_LAYERS = 11
-"""Bytes of each parameter of a layer: the buffers of the layer before, which go when those of the next are there."""
-BETWEEN_GRADIENTS, BETWEEN_ACTIVATIONS = 0.3, 0.03
-"""Shares of these that torch's allocator has beside them."""
+BETWEEN_TENSORS = 0.03
+"""Of what a pass takes: what torch's allocator has beside it, with segments that grow."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,9 @@ class ModelSize:
     activations_per_token: int
     """Values that autograd saves for a token in one decoder layer, without checkpointing: 13 to 19 hidden sizes and 4
     intermediate ones in Llama and Qwen3."""
+    live_per_token: int
+    """Values that are there at once for a token in a decoder layer without gradients: 6 hidden sizes and 3 intermediate
+    ones in Llama."""
     head: int
     """Parameters of the language-model head; 0 where there is none."""
 
@@ -73,6 +74,7 @@ class ModelSize:
             num_layers=len(layers),
             hidden=text.hidden_size,
             activations_per_token=20 * text.hidden_size + 4 * intermediate,
+            live_per_token=6 * text.hidden_size + 3 * intermediate,
             head=0 if head is None else head.weight.numel(),
         )
 
@@ -112,6 +114,8 @@ class TrainingRole:
     passes: MicroBatching
     """Its largest micro-batches."""
     has_ema: bool
+    ranks_of_sequence: int = 1
+    """Ranks that share each sequence, see `ulysses_sequence_parallel_size`."""
 
     @property
     def stored(self) -> float:
@@ -151,13 +155,16 @@ class TrainingRole:
         return getattr(torch, self.fsdp.dtype).itemsize
 
     def tokens_of_pass(self, sequence_length: int) -> float:
-        return self.passes.max_tokens if self.passes.by_tokens else self.passes.num_rows * sequence_length
+        """Of one rank. A budget of tokens is a rank's, and rows are those of all ranks that share them."""
+        if self.passes.by_tokens:
+            return self.passes.max_tokens
+        return self.passes.num_rows * sequence_length / self.ranks_of_sequence
 
     def gathered(self) -> dict[str, float]:
         """The parameters that a pass computes with, and the buffers into which they are gathered."""
         size = self.size
         two_units = min(size.parameters, size.outer + size.layer)
-        cast = size.layer / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
+        cast = two_units / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
         return {
             "gathered layers": (size.parameters if self.gathers_whole else two_units) * self.num_bytes,
             "gathering*": (two_units + cast) * self.num_bytes,
@@ -172,15 +179,9 @@ class TrainingRole:
 
     def forward(self, sequence_length: int, response_length: int) -> dict[str, float]:
         """A pass without gradients, in addition to `at_rest`."""
-        layer = self.size.activations_per_token * self.num_bytes * self.tokens_of_pass(sequence_length)
-        return (
-            self.moved()
-            | self.gathered()
-            | {
-                "activations*": max(layer, self.head_working(sequence_length, response_length)),
-                "fragments*": BETWEEN_LAYERS * self.size.layer / 2,
-            }
-        )
+        layer = self.size.live_per_token * self.num_bytes * self.tokens_of_pass(sequence_length)
+        activations = {"activations*": max(layer, self.head_working(sequence_length, response_length))}
+        return self.moved() | with_fragments(self.gathered() | activations)
 
     def moved(self) -> dict[str, float]:
         """What a call brings to the device of what lies in host memory."""
@@ -200,22 +201,18 @@ class TrainingRole:
         reduced = (size.trained if sums_whole else trained * max(size.outer, size.layer)) / self.shards
         layer = size.activations_per_token * itemsize * tokens
         kept = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
-        kept = 0.0 if self.model.enable_activation_offload else kept * size.num_layers
+        # Of those in host memory, some are on their way there or back.
+        kept *= min(5, size.num_layers) if self.model.enable_activation_offload else size.num_layers
         computed = kept + max(layer, self.head_working(sequence_length, response_length))
         computed += trained * (size.layer * (itemsize + REDUCTION_BYTES) + size.head * itemsize)
         # At the end of the backward pass the activations are gone, and the outermost unit is reduced.
         at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
-        between = BETWEEN_LAYERS * size.layer + BETWEEN_GRADIENTS * gradients + BETWEEN_ACTIVATIONS * computed
-        return (
-            self.moved()
-            | {"gradients": gradients}
-            | self.gathered()
-            | {
-                "reduction*": reduced * REDUCTION_BYTES,
-                "activations*": max(computed, at_the_end),
-                "fragments*": between,
-            }
-        )
+        parts = {"gradients": gradients} | self.gathered() | {"reduction*": reduced * REDUCTION_BYTES}
+        return self.moved() | with_fragments(parts | {"activations*": max(computed, at_the_end)})
+
+
+def with_fragments(parts: dict[str, float]) -> dict[str, float]:
+    return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values())}
 
 
 def training_roles(config: PPOConfig) -> list[TrainingRole]:
@@ -241,13 +238,17 @@ def training_roles(config: PPOConfig) -> list[TrainingRole]:
             for role, own in config.reward_models_by_role.items()
         ),
     ]
+    of_policy = policy.actor.ulysses_sequence_parallel_size
+    ranks_of_sequence: dict[str, int] = {Role.Actor: of_policy, Role.RefPolicy: of_policy, Role.Teacher: of_policy}
+    ranks_of_sequence[Role.Critic] = critic.ulysses_sequence_parallel_size
     found = []
     for role, key, model, fsdp, passes in roles:
         if role in config.active_roles and model:
             size = ModelSize.of(model, key, classifiers.get(role, AutoModelForCausalLM))
             shards = config.num_processes(role) if fsdp.num_shards == -1 else fsdp.num_shards
             has_ema = role == Role.Actor and policy.actor.ema_decay is not None
-            found.append(TrainingRole(str(role), size, model, fsdp, shards, passes, has_ema))
+            shares = ranks_of_sequence.get(role, 1)
+            found.append(TrainingRole(str(role), size, model, fsdp, shards, passes, has_ema, shares))
     return found
 
 
