@@ -3,6 +3,7 @@
 import compileall
 import contextlib
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -369,6 +370,11 @@ def start_anew(seconds: dict[str, float], mutant: Mutant, tests: set[str], copy:
     (copy / mutant.file).write_text(mutant.source)
 
     def run() -> int:
+        try:
+            importlib.import_module(mutant.file.removesuffix(".py").replace("/", "."))
+        except Exception:  # every test notices that; pytest would say that it was called wrongly
+            traceback.print_exc()
+            return int(ExitCode.TESTS_FAILED)
         chosen = Chosen(tests, seconds)
         code = pytest.main([*OPTIONS, "-m", "not proof", *{t.split("::")[0] for t in tests}], plugins=[chosen])
         return TIMED_OUT if code and chosen.timed_out else code

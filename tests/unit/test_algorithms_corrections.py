@@ -172,6 +172,12 @@ def test_drift_metrics_equal_the_hand_derived_numbers():
     )
 
 
+def test_weights_are_at_most_2_unless_another_threshold_is_given():
+    ratios = torch.tensor([[0.5, 1.75, 2.5, 8.0]])
+    weights, _ = compute_rollout_correction_weights(ratios.log(), torch.ones(1, 4))
+    torch.testing.assert_close(weights, torch.tensor([[0.5, 1.75, 2.0, 2.0]]))
+
+
 def test_corrections_compose_and_their_metrics_have_one_prefix():
     config = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_threshold=3.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.4_6.0"

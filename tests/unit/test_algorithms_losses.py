@@ -1,5 +1,6 @@
 """Policy, value and entropy losses against hand-derived numbers, a NumPy reference and numerical gradients."""
 
+import inspect
 import itertools
 import math
 from functools import partial
@@ -285,6 +286,12 @@ def test_rollout_weights_are_factors_of_the_token_losses():
         torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]), mask, weights=torch.tensor([[0.5, 3.0]])
     )
     assert loss.item() == pytest.approx((-2 * 0.5 + 1 * 3) / 2)
+
+
+def test_the_aggregation_that_each_policy_loss_takes_unless_it_is_told_otherwise_exists():
+    for name in POLICY_LOSSES.file_names():
+        default = inspect.signature(get_policy_loss_fn(name)).parameters["loss_agg_mode"].default
+        assert default in LOSS_AGG_MODES, name
 
 
 def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch):

@@ -141,6 +141,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_found(
     assert len(damages) == 1 and "global_step_2" in damages[0]
 
 
+def test_without_hashes_a_checkpoint_is_checked_by_the_sizes_of_its_files(tmp_path: Path):
+    save(tmp_path, 3, text="weights")
+    folder, file = tmp_path / "global_step_3", tmp_path / "global_step_3/actor/checkpoint/shard.safetensors"
+    file.write_text(file.read_text().replace("weights", "WEIGHTS"))
+    assert checkpoint.read(folder, hashes=False).step == 3
+    with pytest.raises(DamagedCheckpoint, match=r"shard\.safetensors is not as it was written"):
+        checkpoint.read(folder)
+    file.write_text("shorter")
+    with pytest.raises(DamagedCheckpoint, match=r"shard\.safetensors is not as it was written: 7 bytes"):
+        checkpoint.read(folder, hashes=False)
+
+
 def test_the_newest_checkpoints_by_number_are_kept_and_those_that_are_asked_for(tmp_path: Path):
     for step in (1, 9, 10, 11):
         save(tmp_path, step)

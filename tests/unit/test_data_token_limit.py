@@ -147,3 +147,10 @@ def test_a_conversation_that_is_too_long_is_refused_or_left_out_before_it_is_tok
     assert len(dataset) == dataset.num_dropped == 1 and max(map(len, read)) < 100
     cut = ConversationDataset(files, tokenizer, max_length=64, overlong="truncate")
     assert cut.num_truncated == 1 and cut.longest[0] == 64
+
+
+def test_of_a_tokenizer_that_is_not_of_the_library_nothing_is_said():
+    class Words:
+        """Has no `backend_tokenizer`."""
+
+    assert not TokenLimit(Words(), 2).is_exceeded("a" * 10_000)

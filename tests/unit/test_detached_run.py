@@ -30,8 +30,8 @@ class Actors:
     def options(self, *, name: str, num_cpus: int) -> Any:
         assert num_cpus == 0  # all CPUs are the workers'
 
-        def start(*_: Any, **arguments: Any) -> Any:
-            self.started.append((name, arguments))
+        def start(*given: Any, **arguments: Any) -> Any:
+            self.started.append((name, {"given": given, **arguments}))
             return SimpleNamespace(workingloop=SimpleNamespace(remote=lambda: f"loop of {name}"))
 
         return SimpleNamespace(remote=start)
@@ -110,6 +110,7 @@ def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the
         ("maker_1", 1, 7), ("maker_1", 2, 7), ("maker_1", 3, 7),
     ]  # fmt: skip
     assert all(given["env_info"] == {"rank": 1, "world_size": 2} for _, given in actors.started)
+    assert all(given["given"] == (run.config, run.config.trainer_names) for _, given in actors.started)
     assert [re.sub(".*: ", "", line) for line in said] == ["fault 1", "fault 2"]
     with pytest.raises(WorkerError, match="fault 3"):
         run.failed("maker_1", WorkerError("maker_1", 0, "10.0.0.9", 77, "make", "OSError: fault 3"))

@@ -81,6 +81,11 @@ def test_the_work_of_a_pair_is_that_of_two_sequences(load: Callable):
     ("row", "settings", "message"),
     [
         ({"prompt": "a", "response": "b"}, {}, r"rows.jsonl, row 0: field 'chosen' is missing, .* prompt, response,"),
+        (
+            {"prompt": 5, "chosen": "a", "rejected": "b"},
+            {},
+            "row 0: field 'prompt' .* expected chosen and rejected, with ",
+        ),
         ({"chosen": "a", "rejected": "b"}, {}, "row 0: chosen and rejected begin with different messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "row 0: chosen and rejected are the same"),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, {}, "row 0: turn 1, the assistant's, is empty"),

@@ -47,10 +47,22 @@ def test_the_summary_of_a_run_names_its_files(tmp_path, capsys):
     recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
     with recorder.step(1, total_steps=1):
         recorder.timeline.record(event("update_actor", 0, 1.0, 1.5))
+    (recorder.run_dir / "tensorboard").mkdir()
     recorder.close("Done.")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for file, what in (("report.html", "report"), ("metrics.jsonl", "metrics"), ("timeline.jsonl", "timeline")):
         assert [file, what] in lines
+    assert ["tensorboard", "tensorboard"] in lines
+
+
+def test_the_placement_of_a_run_is_shown_where_there_is_one(tmp_path, capsys):
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder.show_placement([])
+    assert "Placement" not in capsys.readouterr().out
+    recorder.show_placement([{"pool": "policy_pool", "node": "10.0.0.7"}])
+    said = capsys.readouterr().out
+    assert "Placement" in said and "policy_pool" in said and "10.0.0.7" in said
+    recorder.close("Done.")
 
 
 def test_the_placement_has_a_row_for_each_node_of_each_group():
