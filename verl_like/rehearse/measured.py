@@ -14,7 +14,5 @@ class Measured:
     """Of the device, at the peak, with what torch's allocator has beside them."""
     parts: dict[str, int]
     """Of `allocated`: what lies there longer than the phase."""
-    pinned: int = 0
-    """Of the host, by CUDA."""
     heap: int = 0
-    """Of the host, by malloc, written or not."""
+    """Of the host, what malloc has given out when the phase ends, written or not."""

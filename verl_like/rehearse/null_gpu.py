@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "scripts" / "null_gpu"
 GPU_ENVIRONMENT = ROOT / "build" / "gpu_env" / ".venv"
 LIMIT_S = 1800
-UNLIMITED = 1 << 45
-"""Bytes of a device on which everything fits."""
+UNLIMITED = 4 * 10**12
+"""Bytes of a device on which everything fits; torch reserves as many addresses, several times."""
 _HAS_CUDA = "import torch, sysconfig; assert torch.version.cuda; print(sysconfig.get_path('purelib'))"
 
 

@@ -68,6 +68,7 @@ def counted_engine(config: PPOConfig, num_ranks: int, device_bytes: int) -> Proc
     asleep = 0 if rollout.name == "hf" else int(ASLEEP)
     resting = asleep if rollout.free_cache_engine else working
     phases = tuple(
-        Measured(phase, size, size, {}) for phase, size in (("rollout generation", working), ("between calls", resting))
+        Measured(phase, size, size, {"engine": size})
+        for phase, size in (("rollout generation", working), ("between calls", resting))
     )
     return Process((Role.Rollout,), 0, num_ranks, phases, is_counted=True)
