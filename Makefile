@@ -37,7 +37,7 @@ proofs: env
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
 	$(if $(CHOSEN),,@python3 scripts/gpu_rehearsal.py)
 
-# Up to an hour; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
+# About two hours; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
 # laid over the environment, which stays as it is.
 mutants: env build/mutation_tools
 	PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 .venv/bin/python scripts/mutants.py $(AREAS)

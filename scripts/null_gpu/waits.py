@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.rehearse.training_process import NoKernels
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
@@ -136,18 +137,6 @@ def random_rows(num_rows: int) -> DataProto:
         **{name: torch.randn(num_rows, RESPONSE, generator=generator) for name in by_token},
     }
     return DataProto.from_dict(tensors=tensors)
-
-
-class NoKernels:
-    """In the place of the head's kernels: numbers that are not computed."""
-
-    @staticmethod
-    def statistics(x_MC: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(x_MC.new_zeros(len(x_MC), dtype=torch.float32) for _ in range(3))
-
-    @staticmethod
-    def to_gradient(*_: Any) -> None:
-        pass
 
 
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:

@@ -46,9 +46,9 @@ def test_what_lies_on_a_gpu_at_once_is_added_up_and_compared_with_its_size(pools
     assert re.search(
         r"actor update +34\.0 +40\.0 .* actor weights 7\.0, actor optimizer 14\.0, activations .* 13\.0", text
     )
-    # 2 while the engine sleeps, and 0.6 of each of the two processes; generation takes 15 + 22.
+    # 2 while the engine sleeps, and 1 of each of the two processes; generation takes 15 + 22.
     assert "Most on one GPU, actor+ref rank 0 of 4, actor update: this process 40.0 + rollout meanwhile 2.0" in text
-    assert "= 43.2 GB" in text and "It fits: 6.8 GB are left." in text
+    assert "= 44.0 GB" in text and "It fits: 6.0 GB are left." in text
 
 
 def test_a_phase_that_does_not_fit_is_named_with_the_keys_that_lower_it(pools: list[Pool]):

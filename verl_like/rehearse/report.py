@@ -4,11 +4,8 @@ from collections.abc import Sequence
 
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.processes import Pool, Process
+from verl_like.trainer.memory import CONTEXT, GB
 from verl_like.trainer.memory_keys import keys_that_lower
-
-GB = 1e9
-CONTEXT = 0.6 * GB
-"""Of each process: CUDA's context and NCCL's buffers, which the null GPU does not have."""
 
 
 def report(pools: Sequence[Pool], device_bytes: int) -> tuple[str, bool]:
