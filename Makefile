@@ -1,5 +1,5 @@
 # `make test` makes the environment if there is none and passes the tests.
-.PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal gpu-environment
+.PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal gpu-environment plan-check
 
 env:
 	@bash scripts/environment.sh
@@ -31,11 +31,17 @@ gpu-rehearsal:
 gpu-environment:
 	@python3 scripts/gpu_rehearsal.py --environment
 
-# What proves and takes long, about two hours; writes docs/proofs.md, and after it the rehearsal's page. CHOSEN="-k resume"
-# runs a part, without the rehearsal.
+# The sums of trainer/memory.py beside what a 7B model reserves on the null GPU, about ten minutes; writes
+# docs/memory_plan.md. CHOSEN="sft lora*" does some of the cases and writes nothing.
+plan-check: env
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/plan_check.py $(CHOSEN)
+
+# What proves and takes long, about two hours; writes docs/proofs.md, and after it the pages of rehearsal and plan.
+# CHOSEN="-k resume" runs a part, without these.
 proofs: env
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
 	$(if $(CHOSEN),,@python3 scripts/gpu_rehearsal.py)
+	$(if $(CHOSEN),,PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/plan_check.py)
 
 # About two hours; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
 # laid over the environment, which stays as it is.

@@ -30,6 +30,7 @@ from verl_like.trainer import worker_template
 from verl_like.trainer.checkpoint import folder_of_step
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.memory_pools import check_memory
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -294,6 +295,7 @@ class PPOTrainer:
                 cleanup.callback(template.close)
             inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
             config = inputs.config
+            check_memory(config)
             if reference := inputs.role_worker_mapping.get(Role.RefPolicy):
                 # The actor may start with other weights than the reference.
                 reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})

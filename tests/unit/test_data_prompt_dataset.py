@@ -289,6 +289,13 @@ def test_half_a_character_in_a_prompt_is_named(tmp_path: Path, tokenizer: PreTra
     assert f"{file}, row 1: field prompt[0]['content'] has \\ud83d at character 2" in str(error.value)
 
 
+def test_half_a_character_in_the_name_of_a_data_set_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    file = write(tmp_path / "rows.jsonl", [row(data_source="sums \udc0a")])
+    with pytest.raises(ValueError) as error:
+        PromptDataset(file, tokenizer)
+    assert f"{file}, row 0: field 'data_source' has \\udc0a at character 5" in str(error.value)
+
+
 def test_no_files_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"no rows in data files \(none given\)"):
         PromptDataset([], tokenizer)

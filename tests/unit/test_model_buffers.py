@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma4TextConfi
 from verl_like.export import export
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
-from verl_like.trainer.memory import ModelSize, TrainingRole
+from verl_like.trainer.memory import ModelSize, PlannedModel
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.lora import model_buffers
+from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import get_rollout_engine
@@ -298,11 +299,11 @@ def test_every_rank_has_the_buffers_of_the_folder_in_the_dtype_of_rank_0(tmp_pat
 
 def test_the_estimate_of_memory_counts_the_buffers_of_a_rank_whole(kind: str, path: str) -> None:
     config = policy_config(path)
-    size = ModelSize.of(config.model, "actor_rollout_ref.model", AutoModelForCausalLM)
+    size = ModelSize.of(config.model, "actor_rollout_ref.model", PolicyModel)
     assert size.buffers == {"gemma": 2 * 4, "deepseek": 4 * 4}[kind]  # float32
     passes = MicroBatching(1, 1, by_tokens=False)
-    role = TrainingRole("actor", size, config.model, config.actor.fsdp_config, 3, passes, has_ema=False)
-    assert role.stored == pytest.approx(4 * size.parameters / 3 + size.buffers)
+    planned = PlannedModel("actor", size, config.model, config.actor.fsdp_config, 3, 8, 4, forward_passes=passes)
+    assert planned.stored == pytest.approx(4 * size.parameters / 3 + size.buffers)
 
 
 def test_buffers_that_are_computed_stay_out() -> None:

@@ -7,7 +7,7 @@ import pytest
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.processes import Pool, Process
-from verl_like.rehearse.report import report
+from verl_like.rehearse.report import most_at_once, report
 
 GB = 10**9
 
@@ -35,12 +35,12 @@ def pools() -> list[Pool]:
         Process(("actor", "ref"), rank, 4, (measured("actor load", 21, load), update, rest))
         for rank, load in ((0, 22), (3, 21))
     ]
-    engine = Process(("rollout",), 0, 4, (measured("generation", 15, 15), measured("asleep", 2, 2)))
-    return [Pool("policy_pool", 4, (*training, engine))]
+    engine = Process(("rollout",), 0, 4, (measured("generation", 15, 15), measured("asleep", 2, 2)), is_counted=True)
+    return [Pool("policy_pool", (2, 2), (*training, engine))]
 
 
 def test_what_lies_on_a_gpu_at_once_is_added_up_and_compared_with_its_size(pools: list[Pool]):
-    text, fits = report(pools, 50 * GB)
+    text, fits = report(pools, 50 * GB, {})
     assert fits
     assert "policy_pool: 4 GPUs of 50.0 GB" in text
     assert re.search(
@@ -52,6 +52,29 @@ def test_what_lies_on_a_gpu_at_once_is_added_up_and_compared_with_its_size(pools
 
 
 def test_a_phase_that_does_not_fit_is_named_with_the_keys_that_lower_it(pools: list[Pool]):
-    text, fits = report(pools, 43 * GB)
+    text, fits = report(pools, 43 * GB, {"policy_pool": "torch.OutOfMemoryError: CUDA out of memory."})
     assert not fits
-    assert "This does not fit" in text and "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in text
+    assert "This does not fit. Torch says: torch.OutOfMemoryError: CUDA out of memory. What lowers" in text
+    assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in text
+
+
+def test_a_phase_that_ran_at_the_real_size_fits_although_the_sum_is_more(pools: list[Pool]):
+    most = most_at_once(pools[0])
+    assert (most.process.rank, most.phase.phase, most.total) == (0, "actor update", 44 * GB)
+    assert most.beside == 4 * GB  # the sleeping engine, and two contexts
+    text, fits = report(pools, 43 * GB, {"policy_pool": ""})
+    assert fits and "It fits, with nothing to spare" in text
+
+
+def test_the_host_memory_of_the_first_node_is_that_of_rank_0_and_of_its_other_processes():
+    def with_heap(rank: int, load: float, save: float) -> Process:
+        heaps = {"model load": load, "model save": save}
+        phases = tuple(Measured(phase, 0, 0, {}, heap=int(heap * GB)) for phase, heap in heaps.items())
+        return Process(("model",), rank, 6, phases)
+
+    pool = Pool("model_pool", (3, 3), (with_heap(0, 27, 5), with_heap(5, 0.5, 4)))
+    text, _ = report([pool], 80 * GB, {})
+    assert "Host memory of the first node, 3 processes, at most in model load: 28.0 GB" in text  # 27 + 2 x 0.5
+    pool = Pool("model_pool", (9,), pool.processes)
+    text, _ = report([pool], 80 * GB, {})
+    assert "9 processes, at most in model save: 37.0 GB" in text  # 5 + 8 x 4

@@ -27,6 +27,7 @@ from verl_like.workers.config.engine import TrainedFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.lora import lora_config, without_adapter
+from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.pretrained import empty_model, load_pretrained
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
@@ -377,7 +378,7 @@ def test_two_ranks_train_the_adapter_that_one_rank_trains(path: str, tmp_path: P
 )
 def test_targets_that_match_nothing_or_no_decoder_layer_are_refused(path: str, targets: Any, message: str):
     with pytest.raises(ValueError, match=rf"^actor_rollout_ref.model.target_modules=.*{message}"):
-        ModelSize.of(policy(path, target_modules=targets).model, "actor_rollout_ref.model", AutoModelForCausalLM)
+        ModelSize.of(policy(path, target_modules=targets).model, "actor_rollout_ref.model", PolicyModel)
 
 
 def test_adapters_do_not_travel_where_they_could_not_be_checked(path: str):

@@ -149,6 +149,7 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
     data_source = record.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
         raise bad_row(place, f"field {reward_fn_key!r}", data_source, "a string that names the data set")
+    require_characters(data_source, f"field {reward_fn_key!r}", place)  # metrics have its name
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, dict):
         raise bad_row(place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}')

@@ -7,34 +7,45 @@ which counts memory and computes nothing.
 import argparse
 import sys
 
+from verl_like.rehearse.commands import COMMANDS, config_of
 from verl_like.rehearse.gpu_size import GPU_BYTES, bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
-from verl_like.rehearse.processes import measure_run
-from verl_like.rehearse.report import report
-from verl_like.trainer.config import ConfigError, load_ppo_config
+from verl_like.rehearse.processes import measure_run, refusal_at
+from verl_like.rehearse.report import most_at_once, report
+from verl_like.trainer.config import ConfigError
+from verl_like.trainer.memory_pools import planned_pools
 
 
 def main(arguments: list[str]) -> int:
     """0 where all phases fit, 1 where one does not, 2 where the command cannot run."""
     parser = argparse.ArgumentParser(prog="python -m verl_like.rehearse", allow_abbrev=False)
     parser.add_argument("--gpu", required=True, help=f"{', '.join(GPU_BYTES)}, or a size such as 85.5GB")
+    parser.add_argument("--command", default="main_ppo", choices=COMMANDS, help="the command; main_ppo if not given")
     parser.add_argument("--config-dir", help="folder of custom YAML files")
     parser.add_argument("--config-name", help="the YAML file to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     try:
         device_bytes = bytes_of_gpu(options.gpu)
-        config = load_ppo_config(options.overrides, options.config_name, options.config_dir)
+        config = config_of(options.command, options.overrides, options.config_name, options.config_dir)
         null_gpu = NullGpu()
     except (ConfigError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     command = {
+        "command": options.command,
         "overrides": options.overrides,
         "config_name": options.config_name,
         "config_dir": options.config_dir,
     }
-    pools = measure_run(null_gpu, config, command, device_bytes)
-    text, fits = report(pools, device_bytes)
+    planned = planned_pools(config, device_bytes)
+    pools = measure_run(null_gpu, command, planned)
+    refusals = {}
+    for pool, planned_pool in zip(pools, planned, strict=True):
+        most = most_at_once(pool)
+        if most.total > device_bytes and not most.process.is_counted:
+            room = int(device_bytes - most.beside)
+            refusals[pool.name] = refusal_at(null_gpu, command, planned_pool, most.process.rank, room)
+    text, fits = report(pools, device_bytes, refusals)
     sys.stdout.write(text + "\n")
     return 0 if fits else 1
 

@@ -15,4 +15,4 @@ class Measured:
     parts: dict[str, int]
     """Of `allocated`: what lies there longer than the phase."""
     heap: int = 0
-    """Of the host, what malloc has given out when the phase ends, written or not."""
+    """Of the host, at its end or with a whole model that is loaded: what malloc has given out, written or not."""

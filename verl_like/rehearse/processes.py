@@ -2,15 +2,15 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.null_gpu import UNLIMITED, NullGpu
-from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.memory import ASLEEP, memory_phases
-from verl_like.trainer.roles import Role, process_groups
+from verl_like.trainer.memory import PlannedPool
+from verl_like.trainer.roles import Role
 
 TRAINING = "verl_like.rehearse.training_process"
 
@@ -37,38 +37,60 @@ class Pool:
     """The processes that share the GPUs of a pool, each kind once or by two of its ranks."""
 
     name: str
-    num_gpus: int
+    nodes: tuple[int, ...]
+    """GPUs on each node."""
     processes: tuple[Process, ...]
 
-
-def measure_run(null_gpu: NullGpu, config: PPOConfig, command: Mapping[str, Any], device_bytes: int) -> list[Pool]:
-    """Runs two ranks of each training process on a device on which everything fits, and counts the engine."""
-    mapping = {role: config.role_mapping[role] for role in config.active_roles}
-    processes: dict[str, list[Process]] = {pool: [] for pool in mapping.values()}
-    for pool, roles in process_groups(mapping):
-        num_ranks = config.num_processes(roles[0])
-        if roles == [Role.Rollout]:
-            processes[pool].append(counted_engine(config, num_ranks, device_bytes))
-            continue
-        for rank in sorted({0, num_ranks - 1}):
-            began = time.monotonic()
-            task = {**command, "roles": roles, "rank": rank, "world_size": num_ranks}
-            measured = null_gpu.run(TRAINING, task, UNLIMITED)
-            process = Process(tuple(roles), rank, num_ranks, tuple(Measured(**phase) for phase in measured))
-            processes[pool].append(process)
-            sys.stderr.write(f"{pool}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
-    return [Pool(name, sum(config.resource_pool_spec[name]), tuple(own)) for name, own in processes.items()]
+    @property
+    def num_gpus(self) -> int:
+        return sum(self.nodes)
 
 
-def counted_engine(config: PPOConfig, num_ranks: int, device_bytes: int) -> Process:
+def measure_run(null_gpu: NullGpu, command: Mapping[str, Any], pools: Sequence[PlannedPool]) -> list[Pool]:
+    """Runs two ranks of each training process on a device on which everything fits, and counts the engines."""
+    ranks = [(pool, rank) for pool in pools if pool.models for rank in sorted({0, sum(pool.nodes) - 1})]
+
+    def measured_rank(of: tuple[PlannedPool, int]) -> Process:
+        pool, rank = of
+        return measure_rank(null_gpu, command, pool, rank, UNLIMITED)
+
+    with ThreadPoolExecutor(2) as two_at_a_time:
+        ran = list(two_at_a_time.map(measured_rank, ranks))
+    measured = []
+    for pool in pools:
+        processes = [process for (its_pool, _), process in zip(ranks, ran, strict=True) if its_pool is pool]
+        processes += [counted_engine(pool)] if pool.rollout else []
+        measured.append(Pool(pool.name, tuple(pool.nodes), tuple(processes)))
+    return measured
+
+
+def measure_rank(
+    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, device_bytes: int
+) -> Process:
+    """Runs a rank of the training process of a pool. Raises RuntimeError, with its last lines, if it ends early."""
+    began = time.monotonic()
+    num_ranks, roles = sum(pool.nodes), tuple(model.name for model in pool.models)
+    task = {**command, "pool": pool.name, "rank": rank, "world_size": num_ranks}
+    measured = null_gpu.run(TRAINING, task, device_bytes)
+    process = Process(roles, rank, num_ranks, tuple(Measured(**phase) for phase in measured))
+    sys.stderr.write(f"{pool.name}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
+    return process
+
+
+def refusal_at(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, room: int) -> str:
+    """What torch says where a rank has only that many bytes of its GPU; empty where it runs."""
+    try:
+        measure_rank(null_gpu, command, pool, rank, max(1, room))
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        return next((line for line in lines if "OutOfMemoryError" in line), lines[-1])
+    return ""
+
+
+def counted_engine(pool: PlannedPool) -> Process:
     """The rollout engine by the plan: its share while it generates, and what it keeps meanwhile others work."""
-    rollout = config.actor_rollout_ref.rollout
-    (generation,) = [phase for phase in memory_phases(config, device_bytes) if phase.name == "generation"]
-    working = int(sum(size for part, size in generation.parts.items() if part.startswith("engine's")))
-    asleep = 0 if rollout.name == "hf" else int(ASLEEP)
-    resting = asleep if rollout.free_cache_engine else working
-    phases = tuple(
-        Measured(phase, size, size, {"engine": size})
-        for phase, size in (("rollout generation", working), ("between calls", resting))
-    )
-    return Process((Role.Rollout,), 0, num_ranks, phases, is_counted=True)
+    assert pool.rollout
+    sizes = {"rollout generation": pool.rollout.working, "between calls": pool.rollout.resting}
+    totals = {phase: int(sum(parts.values())) for phase, parts in sizes.items()}
+    phases = [Measured(phase, total, total, {"engine": total}) for phase, total in totals.items()]
+    return Process((Role.Rollout,), 0, sum(pool.nodes), tuple(phases), is_counted=True)

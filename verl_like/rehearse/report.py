@@ -1,6 +1,7 @@
 """The tables of a rehearsal, and whether the run fits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.processes import Pool, Process
@@ -8,22 +9,53 @@ from verl_like.trainer.memory import CONTEXT, GB
 from verl_like.trainer.memory_keys import keys_that_lower
 
 
-def report(pools: Sequence[Pool], device_bytes: int) -> tuple[str, bool]:
-    """The text, and whether every phase fits on a GPU of that size."""
+@dataclass(frozen=True)
+class AtOnce:
+    """What lies on a GPU of a pool in a phase of one process."""
+
+    process: Process
+    phase: Measured
+    parts: Mapping[str, float]
+    """Bytes: its own, what the others keep, and what is assumed."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def beside(self) -> float:
+        """Without its own."""
+        return self.total - self.phase.reserved
+
+    def __str__(self) -> str:
+        sums = " + ".join(f"{name} {size / GB:.1f}" for name, size in self.parts.items())
+        return f"Most on one GPU, {self.process.name}, {self.phase.phase}: {sums} = {self.total / GB:.1f} GB"
+
+
+def most_at_once(pool: Pool) -> AtOnce:
+    """The phase in which a GPU of the pool holds most."""
+    return max((_at_once(pool, process, phase) for process, phase in _phases(pool)), key=lambda each: each.total)
+
+
+def report(pools: Sequence[Pool], device_bytes: int, refusals: Mapping[str, str]) -> tuple[str, bool]:
+    """The text, and whether the run fits on GPUs of that size.
+
+    `refusals`: by pool, for those that hold more than a GPU in sum, what torch said at the real size; "" where it ran.
+    """
     lines: list[str] = []
     fits = True
     for pool in pools:
-        lines += [f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB", *_table(pool), ""]
-        largest, phase, parts = max((_at_once(pool, process, each) for process, each in _phases(pool)), key=_total)
-        sums = " + ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
-        total = sum(parts.values())
-        lines.append(f"Most on one GPU, {largest.name}, {phase.phase}: {sums} = {total / GB:.1f} GB")
-        if total > device_bytes:
-            fits = False
-            lines.append(f"This does not fit. {keys_that_lower('device', '+'.join(largest.roles))}")
+        most = most_at_once(pool)
+        lines += [f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB", *_table(pool), "", str(most)]
+        if most.total <= device_bytes:
+            lines.append(f"It fits: {(device_bytes - most.total) / GB:.1f} GB are left.")
+        elif refusals.get(pool.name) == "":
+            lines.append("It fits, with nothing to spare: at this size torch gives back what it keeps of freed memory.")
         else:
-            lines.append(f"It fits: {(device_bytes - total) / GB:.1f} GB are left.")
-        lines.append("")
+            fits = False
+            said = f" Torch says: {refusals[pool.name]}" if pool.name in refusals else ""
+            lines.append(f"This does not fit.{said} {keys_that_lower('device', '+'.join(most.process.roles))}")
+        lines += [*_host_memory(pool), ""]
     return "\n".join(lines), fits
 
 
@@ -46,15 +78,27 @@ def _table(pool: Pool) -> list[str]:
     return rows
 
 
-def _at_once(pool: Pool, process: Process, phase: Measured) -> tuple[Process, Measured, dict[str, float]]:
-    """What lies on a GPU in a phase of one process: its own, what the others keep, and what is assumed."""
+def _at_once(pool: Pool, process: Process, phase: Measured) -> AtOnce:
+    """In a phase of one process, while the others rest."""
     parts = {"this process": float(phase.reserved)}
     others = {each.roles: each for each in pool.processes if each.roles != process.roles}
     for roles, other in others.items():
         parts[f"{'+'.join(roles)} meanwhile"] = float(other.phases[-1].reserved)
     parts["contexts (assumed)"] = CONTEXT * (1 + len(others))
-    return process, phase, parts
+    return AtOnce(process, phase, parts)
 
 
-def _total(at_once: tuple[Process, Measured, dict[str, float]]) -> float:
-    return sum(at_once[2].values())
+def _host_memory(pool: Pool) -> list[str]:
+    """The most that the training processes on the first node hold of its memory, where rank 0 is."""
+    ranks = [process for process in pool.processes if not process.is_counted]
+    if not ranks:
+        return []
+    first, other, num_others = ranks[0], ranks[-1], pool.nodes[0] - 1
+    by_phase = {
+        of_first.phase: of_first.heap + num_others * of_other.heap
+        for of_first, of_other in zip(first.phases, other.phases, strict=True)
+    }
+    phase = max(by_phase, key=lambda name: by_phase[name])
+    return [
+        f"Host memory of the first node, {pool.nodes[0]} processes, at most in {phase}: {by_phase[phase] / GB:.1f} GB"
+    ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import sys
@@ -14,18 +15,26 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.measured import Measured
 from verl_like.single_controller.worker import rank_environment
-from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.detached.maker_holder import maker_models
+from verl_like.trainer.memory import PlannedModel, PlannedPool
+from verl_like.trainer.memory_pools import planned_pools
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.trainer.roles import Role
+from verl_like.trainer.supervised.config import SupervisedConfig
+from verl_like.trainer.supervised.run_supervised import KINDS, worker_arguments
 from verl_like.workers import model_worker
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.engine.host_memory import local_part
-from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.engine.shard_writer import ShardWriter
+from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models import linear_log_prob
-from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
+from verl_like.workers.planning.partition import MicroBatching
 
 NUM_MICRO_BATCHES = 2
 """Of an optimizer step: from the second on there are gradients of those before."""
@@ -36,7 +45,8 @@ class Phases:
 
     def __init__(self) -> None:
         self.measured: list[Measured] = []
-        self.engines: dict[str, fsdp.FsdpEngine] = {}
+        self.engines: dict[str, Any] = {}
+        self.most_heap = 0
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -49,18 +59,24 @@ class Phases:
         if torch.cuda.is_initialized():  # the worker sets what the allocator reads when it starts
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        self.most_heap = 0
+
+    def look_at_heap(self) -> None:
+        """A whole model may lie there now."""
+        self.most_heap = max(self.most_heap, heap_bytes())
 
     def end(self, phase: str) -> None:
         parts: dict[str, int] = {}
         for role, engine in self.engines.items():
             parts |= {f"{role} {part}": size for part, size in parts_of(engine).items() if size}
+        self.look_at_heap()
         self.measured.append(
             Measured(
                 phase,
                 allocated=torch.cuda.max_memory_allocated(),
                 reserved=torch.cuda.max_memory_reserved(),
                 parts=parts,
-                heap=heap_bytes(),
+                heap=self.most_heap,
             )
         )
 
@@ -134,33 +150,38 @@ class NobodyElse:
         pass
 
 
-def receive_weights(model: Any, weights: Any, options: Any) -> None:
-    """In the place of `set_model_state_dict` on a rank that rank 0 sends each weight, whole and one at a time."""
+def distribute_nothing(model: Any, weights: Any, options: Any) -> None:
+    """In the place of `set_model_state_dict`: each weight comes to the device, whole and one at a time."""
     for value in model.state_dict().values():
         torch.empty(value.shape, dtype=value.dtype, device="cuda")
 
 
-def join_nobody(rank: int, world_size: int) -> None:
+def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
     """A process group whose other ranks are not there, and whose collectives do nothing."""
     os.environ |= rank_environment(rank, world_size, 0, 1, "cuda")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     engine: Any = fsdp
     engine.dist = NobodyElse()
-    if rank:
-        engine.set_model_state_dict = receive_weights
+
+    def distribute(model: Any, weights: Any, options: Any) -> None:
+        phases.look_at_heap()
+        distribute_nothing(model, weights, options)
+
+    engine.set_model_state_dict = distribute
 
 
 def replace_what_needs_numbers() -> None:
-    """Weights that nobody reads, the head's Triton kernels, metrics, and the limit of steps without a norm."""
-    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches)
-    workers, head, engine, updates = modules
+    """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a norm, and files."""
+    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter)
+    workers, head, engine, updates, writer = modules
     workers.load_pretrained = empty_weights
     head._kernels = lambda x_MC: NoKernels
     engine.MAX_SKIPPED_STEPS = 10**9
     updates.read_metrics = read_ones
+    writer._write = lambda *_: {}
 
 
-def rows_of(config: PPOConfig, num_rows: int) -> DataProto:
+def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
     """Prompts and responses of full length, with all columns that a role reads."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     by_token = ("advantages", "returns", "values", "old_log_probs", "ref_log_prob", "rollout_log_probs")
@@ -175,89 +196,110 @@ def rows_of(config: PPOConfig, num_rows: int) -> DataProto:
     return DataProto.from_dict(tensors=tensors)
 
 
-def num_rows_of_pass(passes: MicroBatching, config: PPOConfig) -> int:
-    """Rows of full length that share a pass."""
-    length = config.data.max_prompt_length + config.data.max_response_length
-    return max(1, passes.max_tokens // length) if passes.by_tokens else passes.num_rows
+def rows_of_examples(config: SupervisedConfig, num_rows: int, row_length: int) -> DataProto:
+    """Conversations of full length, one a row or a pair of them, all of whose tokens but the first are learned."""
+    length = config.data.max_length
+    attended = torch.ones(num_rows, row_length // length, length, dtype=torch.int64)
+    tensors = {
+        "input_ids": attended,
+        "attention_mask": attended,
+        "position_ids": attended.cumsum(-1) - 1,
+        "response_mask": attended[:, :, 1:],
+    }
+    tensors = {name: column.reshape(num_rows, -1) for name, column in tensors.items()}
+    return DataProto.from_dict(tensors=tensors | {name: torch.zeros(num_rows) for name in ("margin", "score")})
 
 
-def passes_of(role: str, config: PPOConfig) -> MicroBatching:
-    """The micro-batches of a role's passes without gradients."""
-    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    if role == Role.Actor:
-        return log_prob_micro_batching(policy.rollout)
-    if role in (Role.RefPolicy, Role.Teacher):
-        return log_prob_micro_batching(policy.ref)
-    if role == Role.Critic:
-        rows, tokens = critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len_per_gpu
-        return MicroBatching(rows, tokens, critic.use_dynamic_bsz)
-    rows, tokens = reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu
-    return MicroBatching(rows, tokens, reward.use_dynamic_bsz)
+def rows_of(config: RunConfig, model: PlannedModel, passes: MicroBatching) -> DataProto:
+    """Those of `NUM_MICRO_BATCHES` passes."""
+    per_pass = max(1, passes.max_tokens // model.sequence_length) if passes.by_tokens else passes.num_rows
+    num_rows = NUM_MICRO_BATCHES * per_pass
+    if isinstance(config, SupervisedConfig):
+        return rows_of_examples(config, num_rows, model.sequence_length)
+    assert isinstance(config, PPOConfig)
+    return rows_of_ppo(config, num_rows)
 
 
 METHODS = {
     Role.Actor: ("compute_log_prob", "update_actor"),
     Role.Critic: ("compute_values", "update_critic"),
-    Role.RefPolicy: ("compute_ref_log_prob",),
-    Role.Teacher: ("compute_teacher_log_prob",),
+    Role.RefPolicy: ("compute_ref_log_prob", ""),
+    Role.Teacher: ("compute_teacher_log_prob", ""),
+    "model": ("evaluate", "update_model"),
 }
+"""By role: what runs it forward, and what trains it; of a reward model `compute_rm_score`."""
 
 
-def measure(config: PPOConfig, roles: Sequence[str], rank: int, world_size: int) -> list[Measured]:
-    """All phases of the process of these roles."""
-    join_nobody(rank, world_size)
-    replace_what_needs_numbers()
+def workers_of(pool: PlannedPool) -> dict[str, Callable[[], ModelWorker]]:
+    """What makes the worker of each role of the pool's training process."""
+    config = pool.config
+    if isinstance(config, SupervisedConfig):
+        kind = KINDS[type(config)]
+        return {"model": lambda: kind.worker(*worker_arguments(config))}
+    assert isinstance(config, PPOConfig)
     mapping = build_role_worker_mapping(config, {})
-    phases, workers = Phases(), {}
-    for role in roles:
-        made = mapping[role]
+    copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
+    made = {model.name: (mapping if model.is_trained else copies)[model.name] for model in pool.models}
+    return {role: functools.partial(built.cls, *built.args, **built.kwargs) for role, built in made.items()}
+
+
+def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
+    """All phases of the training process of a pool."""
+    phases = Phases()
+    join_nobody(rank, world_size, phases)
+    replace_what_needs_numbers()
+    workers: dict[str, Any] = {}
+    for role, make in workers_of(pool).items():
         with phases(f"{role} load"):
-            worker = workers[role] = made.cls(*made.args, **made.kwargs)
+            worker = workers[role] = make()
             worker.init_model()
             phases.engines[role] = worker.engine
+    models = {model.name: model for model in pool.models}
     for role, worker in workers.items():
-        for method in METHODS.get(Role(role), ("compute_rm_score",)):
-            if method.startswith("update"):
-                measure_update(phases, role, worker, getattr(worker, method), config)
-            else:
-                rows = rows_of(config, NUM_MICRO_BATCHES * num_rows_of_pass(passes_of(role, config), config))
-                with phases(f"{role} {method}"):
-                    getattr(worker, method)(rows)
-    if Role.Actor in workers:
-        with phases("actor export"):
-            workers[Role.Actor].export_weights(1)
+        forward, update = METHODS.get(role, ("compute_rm_score", ""))
+        rows = rows_of(pool.config, models[role], models[role].forward_passes)
+        with phases(f"{role} forward pass"):
+            getattr(worker, forward)(rows)
+        if models[role].is_trained:
+            measure_training(phases, models[role], worker, getattr(worker, update), pool.config)
     with phases("between calls"):
         pass
     return list({each.phase: each for each in phases.measured}.values())  # of the two updates the second
 
 
-def measure_update(
-    phases: Phases, role: str, worker: TrainedWorker, update: Callable[[DataProto], Any], config: PPOConfig
+def measure_training(
+    phases: Phases, model: PlannedModel, worker: TrainedWorker, update: Callable[[DataProto], Any], config: Any
 ) -> None:
-    """Two updates, since the first makes the optimizer's state; the optimizer step is a phase of its own."""
-    schedule = worker.schedule
-    num_rows = NUM_MICRO_BATCHES * num_rows_of_pass(schedule.micro_batching, config)
-    worker.schedule = mini_batches.UpdateSchedule(num_rows, schedule.micro_batching, epochs=1)
+    """Two updates, since the first makes the optimizer's state; the optimizer step is a phase of its own. Then what
+    sends and saves the weights."""
+    passes = worker.schedule.micro_batching
+    rows = rows_of(config, model, passes)
+    worker.schedule = mini_batches.UpdateSchedule(len(rows), passes, epochs=1)
     engine: Any = worker.engine
     step = engine.step
 
     def step_apart() -> float:
-        phases.end(f"{role} update")
-        with phases(f"{role} optimizer step"):
+        phases.end(f"{model.name} update")
+        with phases(f"{model.name} optimizer step"):
             return step()
 
     engine.step = step_apart
-    rows = rows_of(config, num_rows)
     for _ in range(2):
         phases.begin()
         update(rows)
     engine.step = step
+    if model.export_dtype:
+        with phases(f"{model.name} export"):
+            worker.export_weights(1)
+    with phases(f"{model.name} save"):
+        worker.save_checkpoint("nowhere")
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    config = load_ppo_config(task["overrides"], task.get("config_name"), task.get("config_dir"))
-    measured = measure(config, task["roles"], task["rank"], task["world_size"])
+    config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
+    (pool,) = [pool for pool in planned_pools(config, 0) if pool.name == task["pool"]]
+    measured = measure(pool, task["rank"], task["world_size"])
     sys.stdout.write(json.dumps([asdict(each) for each in measured]) + "\n")
 
 

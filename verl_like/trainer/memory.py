@@ -1,26 +1,24 @@
-"""How much memory a run takes on a GPU: a sum for each phase, made before anything starts.
+"""How much memory a model takes on a GPU: a sum for each phase, made before anything starts.
 
 Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in three streams. Memory
 that one of them has had is not another's, so what they take at most adds up, though not at one time. Activations are
 the tensors that autograd saves in a layer of Llama and Qwen3. `python -m verl_like.rehearse` measures what is added up
-here. CONTEXT and ASLEEP are assumptions.
+here. CONTEXT and ASLEEP are assumptions. `memory_pools.py` says which models lie on the GPUs of a run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.roles import Role, reward_model_key
+from verl_like.trainer.config.run_config import RunConfig
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
 from verl_like.workers.models.lora import model_buffers, trained_parameters
-from verl_like.workers.models.pretrained import TEACHER_PATH, decoder_layers, empty_model
-from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
+from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.pretrained import decoder_layers, empty_model
+from verl_like.workers.planning.partition import MicroBatching
 
 GB = 1e9
 CONTEXT = 1.0 * GB
@@ -30,7 +28,15 @@ ASLEEP = 1.5 * GB
 REDUCTION_BYTES = 4
 """Gradients are reduced in float32."""
 BETWEEN_TENSORS = 0.03
-"""Of what a pass takes: what torch's allocator has beside it, with segments that grow."""
+"""Of what a load or a pass takes: what torch's allocator has beside it, with segments that grow."""
+BETWEEN_SHARDS = 0.012
+"""The same of what lies there between the calls."""
+WORKSPACES = 0.15 * GB
+"""Of a process that has computed: what cuBLAS keeps, and the ends of torch's segments."""
+STREAMS = 0.12 * GB
+"""Of a pass: the ends of its streams' segments."""
+WITHOUT_LOGITS = 0.25 * GB
+"""Passes of a model with a head of one number have so much more between tensors, by measurement; why is not known."""
 
 
 @dataclass(frozen=True)
@@ -42,40 +48,57 @@ class ModelSize:
     """Bytes of the buffers that belong to it, which every rank has whole."""
     trained: int
     """Those of the adapter, or all where there is none."""
+    largest: int
+    """Those of the largest parameter."""
+    largest_trained: int
+    """Those of the largest parameter that is trained."""
     layer: int
     """Parameters of the largest decoder layer."""
     outer: int
     """Parameters outside the decoder layers: embedding, head, last norm."""
     num_layers: int
+    has_adapter: bool
     hidden: int
     activations_per_token: int
-    """Values that autograd saves for a token in one decoder layer, without checkpointing: 13 to 19 hidden sizes and 4
-    intermediate ones in Llama and Qwen3."""
+    """Values that autograd saves for a token in one decoder layer, without checkpointing: in Llama 13 hidden sizes and
+    4 intermediate ones, and with norms of queries and keys, as in Qwen3, up to 19."""
     live_per_token: int
-    """Values that are there at once for a token in a decoder layer without gradients: 6 hidden sizes and 3 intermediate
-    ones in Llama."""
+    """Values that are there at once for a token in a decoder layer without gradients: in Llama 6 hidden sizes and 3
+    intermediate ones, and with an adapter one more."""
     head: int
     """Parameters of the language-model head; 0 where there is none."""
+    further_heads: int = 0
+    """Trained parameters of heads beside the model's own, as ILQL has them."""
 
     @classmethod
-    def of(cls, config: ModelConfig, key: str, auto_class: Any) -> "ModelSize":
+    def of(cls, config: ModelConfig, key: str, model_class: type[PackedModel]) -> "ModelSize":
         """Counts the parameters of a model that is made without memory."""
-        hf = empty_model(config, auto_class, key=key)
+        model = model_class(empty_model(config, model_class.auto_class, key=key))
+        hf = model.hf
         text, head = hf.config.get_text_config(), hf.get_output_embeddings()
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(hf)]
-        total = sum(p.numel() for p in hf.parameters())
+        total = sum(p.numel() for p in model.parameters())
+        trained = [p.numel() for _, p in trained_parameters(hf)]
+        has_adapter = sum(trained) < sum(p.numel() for p in hf.parameters())
+        of_heads = [p.numel() for p in model.heads.parameters() if p.requires_grad]
+        trained += of_heads
+        has_norms = any("q_norm" in name for name, _ in hf.named_parameters())
         return cls(
             parameters=total,
             buffers=sum(buffer.nbytes for _, buffer in model_buffers(hf)),
-            trained=sum(p.numel() for _, p in trained_parameters(hf)),
+            trained=sum(trained),
+            largest=max(p.numel() for p in model.parameters()),
+            largest_trained=max(trained),
             layer=max(layers),
             outer=total - sum(layers),
             num_layers=len(layers),
+            has_adapter=has_adapter,
             hidden=text.hidden_size,
-            activations_per_token=20 * text.hidden_size + 4 * intermediate,
-            live_per_token=6 * text.hidden_size + 3 * intermediate,
+            activations_per_token=(20 if has_norms else 13) * text.hidden_size + 4 * intermediate,
+            live_per_token=6 * text.hidden_size + (4 if has_adapter else 3) * intermediate,
             head=0 if head is None else head.weight.numel(),
+            further_heads=sum(of_heads),
         )
 
 
@@ -103,7 +126,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class TrainingRole:
+class PlannedModel:
     """One model of a training process."""
 
     name: str
@@ -111,11 +134,25 @@ class TrainingRole:
     model: ModelConfig
     fsdp: TrainedFsdpConfig | ForwardFsdpConfig
     shards: int
-    passes: MicroBatching
-    """Its largest micro-batches."""
-    has_ema: bool
+    sequence_length: int
+    """Longest rows in tokens."""
+    scored_length: int
+    """Of these the tokens that the head reads."""
+    forward_passes: MicroBatching
+    """Its largest micro-batches without gradients."""
+    update_passes: MicroBatching | None = None
+    """And those of its updates."""
+    has_ema: bool = False
     ranks_of_sequence: int = 1
     """Ranks that share each sequence, see `ulysses_sequence_parallel_size`."""
+    runs_reference: bool = False
+    """Whether a reference of its size computes in the same calls."""
+    export_dtype: str | None = None
+    """Name of the dtype in which its weights are sent."""
+
+    @property
+    def is_trained(self) -> bool:
+        return isinstance(self.fsdp, TrainedFsdpConfig)
 
     @property
     def stored(self) -> float:
@@ -125,15 +162,20 @@ class TrainingRole:
     def stored_trained(self) -> float:
         return self.bytes_of(self.size.trained)
 
+    @property
+    def model_itemsize(self) -> int:
+        """Bytes of a number between passes."""
+        return getattr(torch, self.fsdp.model_dtype).itemsize
+
     def bytes_of(self, num_parameters: int) -> float:
         """Of a rank's shards of that many parameters."""
-        return num_parameters / self.shards * getattr(torch, self.fsdp.model_dtype).itemsize
+        return num_parameters / self.shards * self.model_itemsize
 
     @property
     def adam(self) -> float:
         """Two moments of each trained parameter, in the parameters' data type, and with it the average in float32."""
         average = self.size.trained / self.shards * torch.float32.itemsize if self.has_ema else 0.0
-        return 2 * self.stored_trained + average if isinstance(self.fsdp, TrainedFsdpConfig) else 0.0
+        return 2 * self.stored_trained + average if self.is_trained else 0.0
 
     @property
     def offloads_adam(self) -> bool:
@@ -154,43 +196,56 @@ class TrainingRole:
         """Of a number in the layers' computing data type."""
         return getattr(torch, self.fsdp.dtype).itemsize
 
-    def tokens_of_pass(self, sequence_length: int) -> float:
-        """Of one rank. A budget of tokens is a rank's, and rows are those of all ranks that share them."""
-        if self.passes.by_tokens:
-            return self.passes.max_tokens
-        return self.passes.num_rows * sequence_length / self.ranks_of_sequence
+    def tokens_of(self, passes: MicroBatching) -> float:
+        """Of one rank in a pass. A budget of tokens is a rank's, and rows are those of all ranks that share them."""
+        if passes.by_tokens:
+            return passes.max_tokens
+        return passes.num_rows * self.sequence_length / self.ranks_of_sequence
+
+    def load(self) -> dict[str, float]:
+        """One whole parameter after the other comes to the device, and then Adam is made; what is offloaded leaves."""
+        largest = self.size.largest * self.model_itemsize
+        beside = {f"{self.name} Adam": self.adam} if self.adam > largest else {"a whole parameter": largest}
+        return with_fragments({f"{self.name} weights": self.stored} | beside)
 
     def gathered(self) -> dict[str, float]:
         """The parameters that a pass computes with, and the buffers into which they are gathered."""
         size = self.size
         two_units = min(size.parameters, size.outer + size.layer)
         cast = two_units / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
+        num_models = 2 if self.runs_reference else 1  # each has streams of its own
         return {
             "gathered layers": (size.parameters if self.gathers_whole else two_units) * self.num_bytes,
-            "gathering*": (two_units + cast) * self.num_bytes,
+            "gathering*": num_models * (two_units + cast) * self.num_bytes,
         }
 
-    def head_working(self, sequence_length: int, response_length: int) -> float:
+    def head_working(self, tokens: float, passes: MicroBatching) -> float:
         """Of the scored tokens: a chunk of logits twice, and hidden states with their gradient in float32."""
-        size, tokens = self.size, self.tokens_of_pass(sequence_length)
-        scored = tokens if self.passes.by_tokens else tokens * response_length / sequence_length
+        size = self.size
+        scored = tokens if passes.by_tokens else tokens * self.scored_length / self.sequence_length
         chunk = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
         return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES) if size.head else 0.0
 
-    def forward(self, sequence_length: int, response_length: int) -> dict[str, float]:
+    def forward(self) -> dict[str, float]:
         """A pass without gradients, in addition to `at_rest`."""
-        layer = self.size.live_per_token * self.num_bytes * self.tokens_of_pass(sequence_length)
-        activations = {"activations*": max(layer, self.head_working(sequence_length, response_length))}
-        return self.moved() | with_fragments(self.gathered() | activations)
+        tokens = self.tokens_of(self.forward_passes)
+        layer = self.size.live_per_token * self.num_bytes * tokens
+        activations = {"activations*": max(layer, self.head_working(tokens, self.forward_passes))}
+        return self.moved() | with_fragments(self.gathered() | activations, of_streams=self.of_streams)
+
+    @property
+    def of_streams(self) -> float:
+        return STREAMS if self.size.head else STREAMS + WITHOUT_LOGITS
 
     def moved(self) -> dict[str, float]:
         """What a call brings to the device of what lies in host memory."""
         return {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
 
-    def update(self, sequence_length: int, response_length: int) -> dict[str, float]:
+    def update(self) -> dict[str, float]:
         """The forward and backward passes of a model that is trained, in addition to `at_rest`."""
         assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(self.model, TrainedModelConfig)
-        size, itemsize, tokens = self.size, self.num_bytes, self.tokens_of_pass(sequence_length)
+        assert self.update_passes
+        size, itemsize, tokens = self.size, self.num_bytes, self.tokens_of(self.update_passes)
         trained = size.trained / size.parameters  # all, or an adapter's small part
         # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that is
         # gathered whole frees its layers while it makes the copy, which then takes no further memory.
@@ -200,105 +255,106 @@ class TrainingRole:
         # In the stream that reduces: the shard of the largest unit, or of all of them where they are reduced once.
         reduced = (size.trained if sums_whole else trained * max(size.outer, size.layer)) / self.shards
         layer = size.activations_per_token * itemsize * tokens
+        backward = layer + 6 * size.hidden * itemsize * tokens  # of one layer, with gradients of its activations
         kept = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
         # Of those in host memory, some are on their way there or back.
         kept *= min(5, size.num_layers) if self.model.enable_activation_offload else size.num_layers
-        computed = kept + max(layer, self.head_working(sequence_length, response_length))
-        computed += trained * (size.layer * (itemsize + REDUCTION_BYTES) + size.head * itemsize)
+        computed = kept + max(backward, self.head_working(tokens, self.update_passes))
+        of_heads = (trained * size.head + size.further_heads) * itemsize
+        computed += trained * size.layer * (itemsize + REDUCTION_BYTES) + of_heads
         # At the end of the backward pass the activations are gone, and the outermost unit is reduced.
         at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
         parts = {"gradients": gradients} | self.gathered() | {"reduction*": reduced * REDUCTION_BYTES}
-        return self.moved() | with_fragments(parts | {"activations*": max(computed, at_the_end)})
+        parts |= {"activations*": max(computed, at_the_end)}
+        return self.moved() | with_fragments(parts, of_streams=self.of_streams)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Gradients as the optimizer reads them, in addition to `at_rest`."""
+        in_float32 = self.has_ema and self.fsdp.model_dtype != "float32"
+        parts = {
+            f"{self.name} Adam": self.adam,
+            "gradients": self.stored_trained,
+            "weights for their average": self.size.trained / self.shards * REDUCTION_BYTES if in_float32 else 0.0,
+            # Of an adapter nothing is reduced at the end, which would free the head.
+            "gathered layers": self.size.head * self.num_bytes if self.size.has_adapter else 0.0,
+        }
+        return self.moved() | parts
+
+    def export(self) -> dict[str, float]:
+        """One trained parameter is gathered at a time, in addition to `at_rest`."""
+        itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
+        whole_and_shard = self.size.largest_trained * (1 + 1 / self.shards) * itemsize
+        return self.moved() | {"a whole parameter": whole_and_shard}
 
 
-def with_fragments(parts: dict[str, float]) -> dict[str, float]:
-    return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values())}
+def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str, float]:
+    """With what torch's allocator has beside them."""
+    return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values()) + of_streams}
 
 
-def training_roles(config: PPOConfig) -> list[TrainingRole]:
-    """The built-in training roles of the run; custom roles are not counted."""
-    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    updates, critic_updates = (
-        MicroBatching(part.ppo_micro_batch_size_per_gpu, part.ppo_max_token_len_per_gpu, part.use_dynamic_bsz)
-        for part in (policy.actor, critic)
-    )
-    scores = MicroBatching(
-        reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
-    )
-    log_probs = log_prob_micro_batching(policy.ref)
-    classifiers: dict[str, Any] = dict.fromkeys(config.reward_models_by_role, AutoModelForSequenceClassification)
-    classifiers[Role.Critic] = AutoModelForTokenClassification
-    roles: list[tuple[str, str, ModelConfig | None, TrainedFsdpConfig | ForwardFsdpConfig, MicroBatching]] = [
-        (Role.Actor, "actor_rollout_ref.model", policy.model, policy.actor.fsdp_config, updates),
-        (Role.RefPolicy, "actor_rollout_ref.model", policy.model, policy.ref.fsdp_config, log_probs),
-        (Role.Teacher, TEACHER_PATH, policy.teacher_model, policy.ref.fsdp_config, log_probs),
-        (Role.Critic, "critic.model", critic.model, critic.model.fsdp_config, critic_updates),
-        *(
-            (role, reward_model_key(role), own.model, own.model.fsdp_config, scores)
-            for role, own in config.reward_models_by_role.items()
-        ),
-    ]
-    of_policy = policy.actor.ulysses_sequence_parallel_size
-    ranks_of_sequence: dict[str, int] = {Role.Actor: of_policy, Role.RefPolicy: of_policy, Role.Teacher: of_policy}
-    ranks_of_sequence[Role.Critic] = critic.ulysses_sequence_parallel_size
-    found = []
-    for role, key, model, fsdp, passes in roles:
-        if role in config.active_roles and model:
-            size = ModelSize.of(model, key, classifiers.get(role, AutoModelForCausalLM))
-            shards = config.num_processes(role) if fsdp.num_shards == -1 else fsdp.num_shards
-            has_ema = role == Role.Actor and policy.actor.ema_decay is not None
-            shares = ranks_of_sequence.get(role, 1)
-            found.append(TrainingRole(str(role), size, model, fsdp, shards, passes, has_ema, shares))
-    return found
+@dataclass(frozen=True)
+class RolloutShare:
+    """What a rollout engine has of each GPU of its pool."""
+
+    working: Mapping[str, float]
+    """While it generates."""
+    resting: Mapping[str, float]
+    """While others work."""
 
 
-def memory_phases(config: PPOConfig, device_bytes: float) -> list[Phase]:
-    """The phases of a step on one GPU of each pool, whose memory is `device_bytes`."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    sequence, response = data.max_prompt_length + data.max_response_length, data.max_response_length
-    built_in = training_roles(config)
-    engine, asleep = {"engine's share": rollout.gpu_memory_utilization * device_bytes}, {"sleeping engine*": ASLEEP}
-    if rollout.name == "hf":  # has a whole model, reserves nothing, and sleeps in host memory
-        actor = built_in[0].size
-        weights = actor.parameters * getattr(torch, rollout.dtype).itemsize + actor.buffers
-        engine, asleep = {"engine's weights": weights}, {}
-    phases = []
-    for pool in dict.fromkeys(config.role_mapping[role] for role in config.active_roles):
-        roles = [role for role in built_in if config.role_mapping[role.name] == pool]
-        rest = {part: size for role in roles for part, size in role.at_rest().items()}
-        overhead = {"context*": CONTEXT} if roles else {}
-        beside: dict[str, float] = {}
-        if pool == config.role_mapping[Role.Rollout]:
-            phases.append(Phase(pool, "generation", rest | engine | overhead))
-            beside = asleep if rollout.free_cache_engine else engine
-        for role in roles:
-            is_trained = isinstance(role.fsdp, TrainedFsdpConfig)
-            name = "update" if is_trained else "forward pass"
-            working = (role.update if is_trained else role.forward)(sequence, response)
-            phases.append(Phase(pool, f"{role.name} {name}", rest | working | beside | overhead))
-            if role.offloads_adam:
-                step = {f"{role.name} Adam": role.adam, "gradients": role.stored_trained}
-                weights = {f"{role.name} weights": role.stored}
-                phases.append(Phase(pool, f"{role.name} optimizer step", rest | weights | step | beside | overhead))
-    return phases
+@dataclass(frozen=True)
+class PlannedPool:
+    """What lies on each GPU of a pool: models that share a process, in the order in which they load, and an engine."""
+
+    name: str
+    config: RunConfig
+    """What its processes read."""
+    nodes: Sequence[int]
+    """GPUs on each node, each with one process of the models."""
+    models: Sequence[PlannedModel]
+    rollout: RolloutShare | None = None
+
+    def phases(self) -> list[Phase]:
+        """All phases of a step, and those before and after it."""
+        rest: dict[str, float] = {}
+        overhead = {"context*": CONTEXT} if self.models else {}
+        phases = []
+        for model in self.models:  # the engine starts after them
+            phases.append(Phase(self.name, f"{model.name} load", rest | model.load() | overhead))
+            rest |= model.at_rest()
+        workspaces = WORKSPACES + BETWEEN_SHARDS * sum(rest.values())
+        overhead |= {"workspaces*": workspaces} if self.models else {}
+        beside: Mapping[str, float] = {}
+        if self.rollout:
+            phases.append(Phase(self.name, "generation", {**rest, **self.rollout.working, **overhead}))
+            beside = self.rollout.resting
+        for model in self.models:
+            working = {"forward pass": model.forward()}
+            if model.is_trained:
+                working |= {"update": model.update(), "optimizer step": model.optimizer_step()}
+                working |= {"export": model.export()} if model.export_dtype else {}
+                working |= {"save": {}}
+            for name, parts in working.items():
+                phases.append(Phase(self.name, f"{model.name} {name}", {**rest, **parts, **beside, **overhead}))
+        return phases
 
 
-def require_memory(config: PPOConfig, device_bytes: float) -> str:
+def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
     """The sum of each pool's largest phase, one line each, beside the memory of a GPU, `device_bytes`.
 
     Raises ValueError if what is certain does not fit.
     """
-    phases = memory_phases(config, device_bytes)
-    for phase in phases:
-        if phase.certain > device_bytes:
-            raise ValueError(
-                f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, lower "
-                "actor_rollout_ref.rollout.gpu_memory_utilization, or set param_offload and optimizer_offload of an "
-                "fsdp_config (docs/memory.md has the sums)."
-            )
     lines = [f"Memory of a GPU at most, of {device_bytes / GB:.1f} GB (* estimated):"]
-    for pool in dict.fromkeys(phase.pool for phase in phases):
-        largest = max((phase for phase in phases if phase.pool == pool), key=lambda phase: phase.total)
+    for pool in pools:
+        phases = pool.phases()
+        for phase in phases:
+            if phase.certain > device_bytes:
+                raise ValueError(
+                    f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, lower "
+                    "actor_rollout_ref.rollout.gpu_memory_utilization, or set param_offload and optimizer_offload of "
+                    "an fsdp_config (docs/memory.md has the sums)."
+                )
+        largest = max(phases, key=lambda phase: phase.total)
         over = " - may not fit: smaller micro-batches or offload may be needed" if largest.total > device_bytes else ""
         lines.append(f"  {largest}{over}")
     return "\n".join(lines)

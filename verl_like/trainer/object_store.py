@@ -5,11 +5,11 @@ import shutil
 import torch
 from ray._common.utils import get_default_system_temp_dir
 from ray._private.utils import estimate_available_memory, get_shared_memory_bytes, resolve_object_store_memory
-from transformers import AutoModelForCausalLM
 
 from verl_like.protocol.columns import COLUMNS
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory import ModelSize
+from verl_like.workers.models.packed_models import PolicyModel
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
@@ -36,7 +36,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     columns = [column for column in COLUMNS.values() if column.kind == "tensor"]
     row_bytes = sum(times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns)
     num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
-    model = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", AutoModelForCausalLM)
+    model = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel)
     dtype = config.actor_rollout_ref.rollout.dtype
     return {
         f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes,

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
@@ -28,7 +27,6 @@ from verl_like.trainer.config.presets import aggregation_of_loss
 from verl_like.trainer.config.rules import critic_warmup_leaves_steps_for_the_actor, sequence_parallel
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.machine import check_machine
-from verl_like.trainer.memory import require_memory
 from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, import_worker_class
 from verl_like.trainer.roles import Role, reward_model_key
@@ -57,7 +55,7 @@ class PPOInputs:
     role_worker_mapping: dict[str, RayClassWithInitArgs]
     scorer: RuleScorer | None
     notes: tuple[str, ...]
-    """Numbers of prompts, and the sum of a GPU's memory where there are GPUs here."""
+    """Numbers of prompts, and how the loss is aggregated."""
     ptx_dataset: ConversationDataset | None
 
 
@@ -68,10 +66,6 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_environment(config)
     check_models(config)
     starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
-    memory = None
-    if config.trainer.device == "cuda" and torch.cuda.is_available() and starts_ray:
-        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        memory = require_memory(config, min(device.total_memory for device in devices))
     if starts_ray and (warning := check_object_store(step_bytes(config))):
         say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
@@ -111,7 +105,6 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_names_of_rewards(config, columns, numbers)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     notes += [f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)"] if ptx_dataset else []
-    notes += [memory] if memory else []
     notes += notes_on_aggregation(config)
     return PPOInputs(config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes), ptx_dataset)
 

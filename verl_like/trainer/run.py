@@ -16,6 +16,7 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.display import Display
 from verl_like.trainer.engine_check import EngineMismatch
 from verl_like.trainer.memory_keys import keys_that_lower
+from verl_like.trainer.memory_pools import check_memory
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder, UnknownMetric
 from verl_like.trainer.run_state import RecordState
@@ -56,6 +57,7 @@ def run(
             if address := cluster_address(config.ray_kwargs.ray_init.address):
                 require_cluster(address)
             inputs = check_inputs(config, cleanup)
+            memory = check_memory(config)
             resumed, notes = find_run(inputs.config, state_schema)
             try:
                 recorder = RunRecorder(inputs.config, display, resumed)
@@ -66,7 +68,7 @@ def run(
             return say(config.redaction()(str(error)), 2)
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
-        for note in [*inputs.notes, *notes]:
+        for note in [*inputs.notes, *memory, *notes]:
             recorder.console.say(note)
         return train(inputs, fit, recorder, template)
 

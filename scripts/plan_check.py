@@ -1,0 +1,208 @@
+"""Compares the plan of a GPU's memory with what ranks of a 7B model reserve on the null GPU: `make plan-check`.
+
+Each case is a training command. Of each phase of both ranks that are measured, the plan without context and engine has
+to be at least what torch reserves, and at most 10% or 0.1 GB more. Writes docs/memory_plan.md, and ends with an error
+where a phase is outside. `python scripts/plan_check.py sft "lora*"` does these cases alone and writes nothing.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+from verl_like.rehearse.commands import config_of
+from verl_like.rehearse.null_gpu import NullGpu
+from verl_like.rehearse.processes import Pool, measure_run
+from verl_like.trainer.memory import GB, PlannedPool
+from verl_like.trainer.memory_pools import planned_pools
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "build" / "plan_check" / "llama_7b"
+PAGE = ROOT / "docs" / "memory_plan.md"
+MOST_ABOVE, NEGLIGIBLE = 1.1, 0.1 * GB
+NOT_OF_THE_PROCESS = {"context*", "sleeping engine*", "engine's share", "engine's weights"}
+ACTOR, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training command of which the plan is compared."""
+
+    name: str
+    overrides: Sequence[str]
+    command: str = "main_ppo"
+
+
+def ppo(name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo") -> Case:
+    """GRPO of the actor alone, on that many ranks, with 16,384 tokens in a pass, unless the overrides say otherwise."""
+    common = [
+        "placement=colocated",
+        "algorithm.adv_estimator=grpo",
+        f"trainer.n_gpus_per_node={min(8, ranks)}",
+        f"trainer.nnodes={max(1, ranks // 8)}",
+        "data.train_files=rows.jsonl",
+        "data.val_files=rows.jsonl",
+        "data.max_prompt_length=1024",
+        "data.max_response_length=1024",
+        "data.train_batch_size=1024",
+        f"{MODEL_KEY}.path={MODEL}",
+        f"{ACTOR}.ppo_mini_batch_size=1024",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    ]
+    return Case(name, [*common, *overrides], command)
+
+
+def with_critic(name: str, *overrides: str, **options: str) -> Case:
+    """PPO with a critic, and every forward pass with as many tokens as an update."""
+    own = (
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={MODEL}",
+        "critic.ppo_mini_batch_size=1024",
+        "critic.ppo_micro_batch_size_per_gpu=8",
+        "critic.forward_micro_batch_size_per_gpu=8",
+    )
+    return ppo(name, *own, *overrides, **options)
+
+
+def examples(name: str, command: str, *overrides: str) -> Case:
+    common = [
+        "data.train_files=rows.jsonl",
+        "data.max_length=2048",
+        f"model.path={MODEL}",
+        "trainer.n_gpus_per_node=8",
+    ]
+    return Case(name, [*common, *overrides], command)
+
+
+CASES = (
+    ppo("zero3, 8 ranks"),
+    ppo("zero3, 8 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16"),
+    ppo("zero3, 64 ranks", ranks=64),
+    ppo("zero3, 64 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", ranks=64),
+    ppo("zero1", f"{ACTOR}.fsdp_config.strategy=zero1"),
+    ppo("zero2", f"{ACTOR}.fsdp_config.strategy=zero2"),
+    ppo("ddp", f"{ACTOR}.fsdp_config.strategy=ddp"),
+    ppo("lora", f"{MODEL_KEY}.lora_rank=16"),
+    ppo("param offload", f"{ACTOR}.fsdp_config.param_offload=true"),
+    ppo("optimizer offload", f"{ACTOR}.fsdp_config.optimizer_offload=true"),
+    ppo(
+        "both offloads",
+        f"{ACTOR}.fsdp_config.param_offload=true",
+        f"{ACTOR}.fsdp_config.optimizer_offload=true",
+    ),
+    ppo("activation offload", f"{MODEL_KEY}.enable_activation_offload=true"),
+    ppo(
+        "no checkpointing, 4,096 tokens",
+        f"{MODEL_KEY}.enable_gradient_checkpointing=false",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+    ),
+    ppo("ulysses of 2", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
+    ppo("average", f"{ACTOR}.ema_decay=0.9"),
+    with_critic(
+        "critic, reference and reward model on one pool",
+        "algorithm.use_kl_in_reward=true",
+        "reward_model.enable=true",
+        f"reward_model.model.path={MODEL}",
+        "reward_model.micro_batch_size_per_gpu=8",
+    ),
+    with_critic(
+        "detached",
+        "placement=detached",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.rollout_correction.bypass_mode=false",
+        command="main_detached",
+    ),
+    examples("sft", "main_sft"),
+    examples("sft, lora", "main_sft", "model.lora_rank=16"),
+    examples("rm", "main_rm"),
+    examples("dpo", "main_dpo"),
+    examples("dpo, lora", "main_dpo", "model.lora_rank=16"),
+    examples("ilql", "main_ilql"),
+)
+
+
+def make_model() -> None:
+    """The architecture of Llama-2-7B."""
+    LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(MODEL)
+
+
+def rows_of(case: Case, pool: Pool, planned_pool: PlannedPool) -> tuple[list[str], list[str]]:
+    """A row of the page for each phase, of the rank that reserves more; and what is outside of the bounds."""
+    plan = {
+        phase.name: sum(size for part, size in phase.parts.items() if part not in NOT_OF_THE_PROCESS)
+        for phase in planned_pool.phases()
+    }
+    rows, faults = [], []
+    ranks = [process for process in pool.processes if not process.is_counted]
+    for of_ranks in zip(*(process.phases for process in ranks), strict=True):
+        phase = max(of_ranks, key=lambda each: each.reserved)
+        if phase.phase not in plan:  # between calls
+            continue
+        expected = plan[phase.phase]
+        above = expected - phase.reserved
+        numbers = [f"{size / GB:.1f}" for size in (phase.allocated, phase.reserved, expected)]
+        ratio = f"{expected / phase.reserved:.3f}"
+        name = f"{case.name} | {phase.phase}" if case.command != "main_detached" else f"{pool.name} | {phase.phase}"
+        rows.append(f"| {name} | {' | '.join(numbers)} | {ratio} |")
+        if above < 0 or above > max((MOST_ABOVE - 1) * phase.reserved, NEGLIGIBLE):
+            faults.append(f"{name}: the plan is {ratio} of what is reserved")
+    return rows, faults
+
+
+def main() -> None:
+    patterns = sys.argv[1:] or ["*"]
+    chosen = [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
+    if not chosen:
+        sys.exit(f"No case is called {' or '.join(patterns)}; there are {', '.join(case.name for case in CASES)}.")
+    make_model()
+    null_gpu, began = NullGpu(), time.monotonic()
+    rows = ["| case | phase | tensors | reserved | plan | plan / reserved |", "|---|---|---|---|---|---|"]
+    print(*rows, sep="\n", flush=True)
+    faults = []
+    for case in chosen:
+        task = {"command": case.command, "overrides": case.overrides, "config_name": None, "config_dir": None}
+        planned = planned_pools(config_of(case.command, case.overrides), 0)
+        for pool, planned_pool in zip(measure_run(null_gpu, task, planned), planned, strict=True):
+            own_rows, own_faults = rows_of(case, pool, planned_pool)
+            print(*own_rows, sep="\n", flush=True)
+            rows, faults = rows + own_rows, faults + own_faults
+    if patterns == ["*"]:
+        write_page(rows, time.monotonic() - began)
+    if faults:
+        sys.exit("\n".join(["Outside of the bounds:", *faults]))
+
+
+def write_page(table: Sequence[str], seconds: float) -> None:
+    """docs/memory_plan.md."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    about = (
+        f"Written by `make plan-check` on {date.today()}, of commit {commit}, in {seconds:.0f} s. What ranks of a "
+        "Llama of 7B reserve of a GPU in each phase, by torch's allocator on the null GPU, and what the plan says "
+        "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and the last rank "
+        "the larger. 16,384 tokens are in a pass. Unless a case says otherwise, 8 ranks share the model by zero3."
+    )
+    PAGE.write_text("\n".join(["# The plan of memory beside the rehearsal", "", about, "", *table, ""]))
+
+
+if __name__ == "__main__":
+    main()
