@@ -56,6 +56,7 @@ def ppo(name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo") -
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
     ]
     return Case(name, [*common, *overrides], command)

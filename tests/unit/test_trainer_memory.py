@@ -296,11 +296,13 @@ def test_a_load_brings_one_whole_parameter_after_the_other_before_adam_is_made(d
     assert reference["actor Adam"] == pytest.approx(8 * SEVEN_BILLION / 4 / 1e9)  # loaded before
 
 
-def test_export_gathers_the_largest_trained_parameter_in_the_dtype_that_is_sent(deepseek_7b: str):
-    whole = phase(script_config(deepseek_7b, "actor_rollout_ref.rollout.dtype=float32"), "actor export")
-    assert whole["a whole parameter"] == pytest.approx(4 * 102400 * 4096 * 5 / 4 / 1e9)  # and its shard
+def test_export_gathers_a_bucket_in_the_dtype_that_is_sent(deepseek_7b: str):
+    largest = phase(script_config(deepseek_7b, "actor_rollout_ref.rollout.dtype=float32"), "actor export")
+    # The embedding is more than a bucket: gathered, put together, and this rank's fourth of it.
+    assert largest["a bucket of weights"] == pytest.approx(4 * 102400 * 4096 * 2.25 / 1e9)
     adapter = phase(script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor export")
-    assert adapter["a whole parameter"] == pytest.approx(2 * 4 * 11008 * 5 / 4 / 1e9)
+    of_layer = 4 * (4 * (4096 + 4096) + 3 * (4096 + 11008))  # two matrices of rank 4 for each of seven
+    assert adapter["a bucket of weights"] == pytest.approx(2 * 30 * of_layer * 2.25 / 1e9)
 
 
 def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bool) -> float:

@@ -19,6 +19,7 @@ from verl_like.workers.models.lora import model_buffers, trained_parameters
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.pretrained import decoder_layers, empty_model
 from verl_like.workers.planning.partition import MicroBatching
+from verl_like.workers.weight_sync import DEFAULT_BUCKET_BYTES
 
 GB = 1e9
 CONTEXT = 1.0 * GB
@@ -281,10 +282,11 @@ class PlannedModel:
         return self.moved() | parts
 
     def export(self) -> dict[str, float]:
-        """One trained parameter is gathered at a time, in addition to `at_rest`."""
+        """One bucket of weights is gathered at a time, and put together from its shards, in addition to `at_rest`."""
         itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
-        whole_and_shard = self.size.largest_trained * (1 + 1 / self.shards) * itemsize
-        return self.moved() | {"a whole parameter": whole_and_shard}
+        largest = self.size.largest_trained * itemsize
+        bucket = max(largest, min(DEFAULT_BUCKET_BYTES, self.size.trained * itemsize))
+        return self.moved() | {"a bucket of weights": bucket * (2 + 1 / self.shards)}
 
 
 def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str, float]:

@@ -169,8 +169,8 @@ def collect_weights(
 ) -> WeightExport:
     """Gathers a model's weights and keeps this rank's share of them; a collective call when there are DTensors.
 
-    Every rank takes part in gathering every sharded parameter, one at a time, so that beside its share a rank holds one
-    full parameter. The fingerprint is taken from the shards before they are gathered: it does not depend on the
+    Every rank takes part in gathering every bucket, so that beside its share a rank holds one bucket, twice while it is
+    put together. The fingerprint is taken from the shards before they are gathered: it does not depend on the
     gathering, the buckets or the transport, and so it detects errors in them. Raises ValueError for a name twice, no
     parameter at all, or a DTensor that is not cut along whole rows or columns.
 
@@ -187,15 +187,20 @@ def collect_weights(
     """
     fingerprints: dict[str, torch.Tensor | int] = {}
     buckets: list[WeightBucket] = []
-    pending: list[tuple[str, tuple[int, ...], torch.Tensor | None]] = []
+    pending: list[tuple[str, torch.Tensor]] = []
     pending_bytes = 0
     pending_dtype = dtype
     num_buckets = 0
 
     def close_bucket() -> None:
         nonlocal pending_bytes, num_buckets
-        if num_buckets % world_size == rank:
-            buckets.append(_pack_bucket(num_buckets, _name(pending_dtype), pending, allocate))
+        is_kept = num_buckets % world_size == rank
+        names, tensors = zip(*pending, strict=True)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        whole = whole_tensors(tensors, is_kept) if allocate else []
+        if is_kept:
+            data = _pack(whole, allocate) if allocate else np.empty(0, np.uint8)
+            buckets.append(WeightBucket(num_buckets, names, shapes, _name(pending_dtype), data))
         pending.clear()
         pending_bytes = 0
         num_buckets += 1
@@ -208,9 +213,8 @@ def collect_weights(
         if pending and (pending_bytes + tensor.nbytes > bucket_bytes or pending_dtype != own_dtype):
             close_bucket()
         pending_dtype = own_dtype
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) and allocate else tensor
-        pending.append((name, tuple(full.shape), full if num_buckets % world_size == rank else None))
-        pending_bytes += full.nbytes
+        pending.append((name, tensor))
+        pending_bytes += tensor.nbytes
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
     close_bucket()
@@ -250,27 +254,69 @@ def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tenso
     return fingerprint_sum(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
 
 
-def _pack_bucket(
-    index: int,
-    dtype: str,
-    parameters: Sequence[tuple[str, tuple[int, ...], torch.Tensor | None]],
-    allocate: Callable[[int, bool], np.ndarray] | None,
-) -> WeightBucket:
-    names, shapes, tensors = zip(*parameters, strict=True)
-    data = np.empty(0, np.uint8)
-    if allocate:
-        pieces = list(map(torch.ravel, tensors))
-        on_gpu = pieces[0].is_cuda
-        sizes = [piece.numel() for piece in pieces]
-        # Always a copy: the trainer goes on writing into its parameters. One call for all, since a model has thousands.
-        data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
-        values = torch.from_numpy(data).view(pieces[0].dtype)
-        if on_gpu:  # pinned, so that the copies queue and are awaited once
-            torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
-            torch.cuda.synchronize()
+def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list[torch.Tensor]:
+    """The tensors, all of one dtype, of which DTensors are gathered: a collective call.
+
+    One call gathers all that lie in rows over the same ranks, as FSDP2 cuts parameters, and one each of the others.
+    Without `is_kept` this rank only takes part, and returns none.
+    """
+    in_rows: dict[tuple[Any, int], list[int]] = defaultdict(list)
+    whole: dict[int, torch.Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        mesh_dim = _dim_of_rows(tensor)
+        if isinstance(tensor, DTensor) and mesh_dim is not None:
+            in_rows[tensor.device_mesh, mesh_dim].append(index)
         else:
-            torch.cat(pieces, out=values)
-    return WeightBucket(index=index, names=names, shapes=shapes, dtype=dtype, data=data)
+            whole[index] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for (mesh, mesh_dim), indices in in_rows.items():
+        together = [tensors[index] for index in indices]
+        gathered = _gather_rows(together, mesh.get_group(mesh_dim), mesh.size(mesh_dim), is_kept)
+        whole |= dict(zip(indices, gathered, strict=is_kept))
+    return [whole[index] for index in range(len(tensors))] if is_kept else []
+
+
+def _dim_of_rows(tensor: torch.Tensor) -> int | None:
+    """The dimension of the mesh over which a DTensor's rows lie; None if they do not, or over several."""
+    if not isinstance(tensor, DTensor):
+        return None
+    cut = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return cut[0][0] if len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0 else None
+
+
+def _gather_rows(tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool) -> list[torch.Tensor]:
+    """Whole tensors from the rows that each rank of the group has; none without `is_kept`."""
+    if num_ranks == 1:
+        return [tensor.to_local() for tensor in tensors] if is_kept else []
+    # A rank has as many rows as the others; the last ones may have fewer, or none, which are sent as they come.
+    rows = [-(-tensor.shape[0] // num_ranks) for tensor in tensors]
+    columns = [math.prod(tensor.shape[1:]) for tensor in tensors]
+    sizes = [count * width for count, width in zip(rows, columns, strict=True)]
+    local = [tensor.to_local().reshape(-1) for tensor in tensors]
+    sent = torch.empty(sum(sizes), dtype=local[0].dtype, device=local[0].device)
+    places = [place[: part.numel()] for place, part in zip(sent.split(sizes), local, strict=True)]
+    torch._foreach_copy_(places, local)
+    received = sent.new_empty(num_ranks * len(sent))
+    dist.all_gather_into_tensor(received, sent, group=group)
+    if not is_kept:
+        return []
+    parts = received.view(num_ranks, -1).split(sizes, dim=1)
+    return [part.reshape(-1)[: tensor.numel()].view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
+
+
+def _pack(tensors: Sequence[torch.Tensor], allocate: Callable[[int, bool], np.ndarray]) -> np.ndarray:
+    """(bytes,) uint8 host memory with the values of tensors of one dtype, one after the other."""
+    pieces = list(map(torch.ravel, tensors))
+    on_gpu = pieces[0].is_cuda
+    sizes = [piece.numel() for piece in pieces]
+    # Always a copy: the trainer goes on writing into its parameters. One call for all, since a model has thousands.
+    data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
+    values = torch.from_numpy(data).view(pieces[0].dtype)
+    if on_gpu:  # pinned, so that the copies queue and are awaited once
+        torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
+        torch.cuda.synchronize()
+    else:
+        torch.cat(pieces, out=values)
+    return data
 
 
 def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
