@@ -195,7 +195,9 @@ def test_sigterm_in_the_last_validation_ends_the_run_at_once_with_all_its_steps(
     assert saved(tmp_path) == ["global_step_2/actor/checkpoint", "global_step_2/actor/huggingface"]
 
 
-def test_sigterm_in_the_last_step_leaves_its_validation_to_the_run_that_goes_on(tmp_path: Path, tiny_llama: Callable):
+def test_sigterm_in_the_last_step_leaves_its_validation_to_the_run_that_goes_on(
+    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]
+):
     with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
         save = trainer.save
 
@@ -206,6 +208,7 @@ def test_sigterm_in_the_last_step_leaves_its_validation_to_the_run_that_goes_on(
         trainer.save = terminate_and_save
         with pytest.raises(KeyboardInterrupt):
             trainer.fit()
+    assert "SIGTERM: all steps are saved; the same command validates the last one." in capsys.readouterr().out
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]
     run_locally(tmp_path, tiny_llama, *EVERY_STEP)
     assert [VALIDATED in row for row in metrics_of(tmp_path)] == [True, True]

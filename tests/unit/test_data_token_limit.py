@@ -91,6 +91,16 @@ def test_a_tokenizer_that_may_leave_characters_out_or_join_them_has_no_bound():
         assert limit.longest_token is None and not limit.is_exceeded("x" * 10_000)
 
 
+KEEPING = {"NFC": (), "NFD": (), "NFKC": (), "NFKD": (), "Lowercase": (), "StripAccents": (), "ByteLevel": ()}
+KEEPING |= {"Prepend": ("x",), "Replace": ("x", "yy"), "Strip": ()}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_normalizer_that_keeps_characters_leaves_a_bound(name: str):
+    normalizer = getattr(normalizers, name)(*KEEPING[name])
+    assert TokenLimit(wrapped(byte_pairs(normalizer=normalizer)), 2).longest_token
+
+
 def no_tokenizing(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Collects the texts that the tokenizer reads."""
     read: list[str] = []

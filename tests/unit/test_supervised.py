@@ -18,7 +18,14 @@ from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.console import RunConsole
 from verl_like.trainer.report import write_report
 from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
-from verl_like.trainer.supervised.run_supervised import check_inputs, display_of, pool_of, worker_arguments
+from verl_like.trainer.supervised.run_supervised import (
+    KINDS,
+    Kind,
+    check_inputs,
+    display_of,
+    pool_of,
+    worker_arguments,
+)
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 
@@ -243,6 +250,12 @@ def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measur
     assert said.count("<svg") == 5
     for title in ("Loss", "Rewards", "Accuracy", "Gradient norm", "Seconds a step"):
         assert f"<!-- {title} -->" in said
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.worker.prefix)
+def test_each_kind_of_run_shows_the_metrics_of_its_worker(kind: Kind):
+    (loss,) = [keys for name, keys, _ in kind.display.step_line if name == "loss"]
+    assert loss == (f"{kind.worker.prefix}/loss",)
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_with_its_row(model_path: str, tmp_path: Path):
