@@ -239,7 +239,7 @@ RUNS = (
         "control: one weight changes its sign on the way to the engine",
         "actor_rollout_ref.rollout.name=hf",
         control="flipped_weight",
-        refused_with="changed on their way",
+        refused_with="did not arrive at rollout rank",
     ),
     ppo(
         "memory_of_another",

@@ -129,7 +129,7 @@ class FixedRollout(Worker):
     def sleep(self) -> None: ...
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: list[Any], version: int) -> None:
+    def load_weights(self, exported: list[Any], version: int, checks_first: bool) -> None:
         self.version = version
 
     @register(

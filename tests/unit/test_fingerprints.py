@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from rollout_requests import assert_drawn_by, load_changed, load_swapped, load_torn, make_requests, run
 from transformers import LlamaForCausalLM
 
+from verl_like.workers import weight_sync
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
@@ -203,6 +204,41 @@ def test_one_wrong_number_is_noticed_before_anything_is_loaded(engine: RolloutEn
     corrupt.buckets[0].data[12345] ^= 1
     message = "1 of 21 tensors differ from the trainer's: model.embed_tokens.weight.$"
     assert_refused_before_anything_is_loaded(engine, corrupt, message)
+
+
+def test_from_the_object_store_every_number_is_read_once_where_nothing_is_to_be_kept(
+    engine: RolloutEngine, model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    count = weight_sync.iterate_buckets
+
+    def counted_buckets(buckets: Iterable[WeightBucket]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in count(buckets):
+            counted.append(name)
+            yield name, tensor
+
+    monkeypatch.setattr(weight_sync, "iterate_buckets", counted_buckets)
+    engine.load_weights([export(model[1], 8)], 8, checks_first=False)
+    assert len(counted) == 21
+    engine.load_weights([export(model[1], 9)], 9)
+    assert len(counted) == 21 + 2 * 21
+    engine.config = engine.config.updated({"weight_transport": "shared_memory"})  # which the trainer may write into
+    engine.load_weights([export(model[1], 10)], 10, checks_first=False)
+    assert len(counted) == 21 + 4 * 21
+
+
+def test_a_number_that_changed_in_the_object_store_is_noticed_when_it_was_loaded(
+    engine: RolloutEngine, model: ModelAndFolder
+) -> None:
+    corrupt, right = export(changed(model[1]), 8), export(changed(model[1]), 8)
+    corrupt.buckets[0].data[12345] ^= 1
+    message = "version 8 did not arrive at rollout rank 1: 1 of 21 tensors differ .*: model.embed_tokens.weight.$"
+    with pytest.raises(WeightSyncError, match=message):
+        engine.load_weights([corrupt], 8, checks_first=False)
+    with pytest.raises(RuntimeError, match="no verified weights"):
+        engine.submit(make_requests({"a": [10, 11]}))
+    engine.load_weights([right], 8, checks_first=False)
+    assert engine.policy_version == 8
 
 
 @pytest.mark.parametrize("names", PAIRS)

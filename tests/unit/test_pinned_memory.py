@@ -1,12 +1,16 @@
 """Memory that is pinned is unpinned before it is freed: CUDA refuses later memory at an address that it still knows."""
 
+import warnings
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.pinned_memory import pin, to_device
-from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport
+from verl_like.workers.weight_sync import WeightExport, collect_weights, iterate_weights
+from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, pin_pages, with_data
 
 
 class Runtime:
@@ -14,11 +18,19 @@ class Runtime:
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
+        self.flags: list[int] = []
+        self.code = 0
+        """What registering answers."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        assert flags == 0
         self.registered[address] = num_bytes
-        return 0
+        self.flags.append(flags)
+        return self.code
+
+    def check_error(self, code: int) -> None:
+        """As `torch.cuda.check_error`."""
+        if code:
+            raise torch.AcceleratorError(f"CUDA error {code}")
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.registered[address]
@@ -29,7 +41,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "check_error", runtime.check_error)
     return runtime
 
 
@@ -50,6 +62,44 @@ def test_shared_memory_is_unpinned_with_its_transport(runtime: Runtime):
     assert list(runtime.registered.values()) == [512]
     del transport, array
     assert runtime.registered == {}
+
+
+def exported(values: torch.Tensor, transport: SharedMemoryTransport, version: int) -> WeightExport:
+    """What a receiver in this process gets."""
+    options = {"dtype": torch.float32, "rank": 0, "world_size": 1, "version": version}
+    return transport.publish(collect_weights([("w", values)], allocate=transport.allocate, **options))
+
+
+def test_a_receiver_pins_shared_weights_once_as_memory_that_it_only_reads(runtime: Runtime):
+    transport = SharedMemoryTransport()
+    first = exported(torch.ones(100), transport, 1)
+    pin_pages([first])
+    assert list(runtime.registered.values()) == [400] and runtime.flags == [8]
+    pin_pages([with_data(first, [replace(bucket.data) for bucket in first.buckets])])  # as it arrives
+    assert runtime.flags == [8]
+    ((_, values),) = iterate_weights([first])
+    (address,) = runtime.registered
+    assert values.data_ptr() == address and torch.equal(values, torch.ones(100))
+    second = exported(torch.zeros(100), transport, 2)  # into other memory, as the first is mapped
+    pin_pages([second])
+    assert runtime.flags == [8, 8] and len(runtime.registered) == 2
+
+
+def test_a_driver_that_does_not_pin_shared_weights_is_named_once_and_the_weights_are_read(runtime: Runtime):
+    runtime.code = 801  # cudaErrorNotSupported
+    transport = SharedMemoryTransport()
+    export = exported(torch.full((50,), 3.0), transport, 1)
+    with pytest.warns(UserWarning, match=r"does not pin shared weights \(CUDA error 801\)"):
+        pin_pages([export])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pin_pages([export])
+    assert torch.equal(next(iterate_weights([export]))[1], torch.full((50,), 3.0))
+
+
+def test_weights_that_are_no_shared_memory_are_not_pinned(runtime: Runtime):
+    pin_pages([collect_weights([("w", torch.ones(9))], dtype=torch.float32, rank=0, world_size=1, version=0)])
+    assert not runtime.registered
 
 
 def test_the_buffers_of_checkpoints_are_unpinned_with_their_writer(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):

@@ -149,7 +149,7 @@ class Rollout(Worker):
     """Notes what it loads."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: str, version: int) -> None:
+    def load_weights(self, exported: str, version: int, checks_first: bool) -> None:
         Actor.calls.append(f"load {exported} {version}")
 
 

@@ -13,15 +13,22 @@ _ALIGNMENT = 64
 Name = TypeVar("Name")
 
 
-def pin(memory: np.ndarray) -> None:
+_READ_ONLY = 0x08
+"""cudaHostRegisterReadOnly."""
+
+
+def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
     """Pins the memory of an array until the array is freed. Raises torch.AcceleratorError if CUDA refuses it.
+
+    `read_only` memory is that which this process may not write, which not every driver pins.
 
     CUDA takes an address that is still registered for the old memory: a later allocation there fails with "resource
     already mapped". So the registration ends before the memory does.
     """
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
-    torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    flags = _READ_ONLY if read_only else 0
+    torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, flags))
     unpin = weakref.finalize(memory, runtime.cudaHostUnregister, address)
     unpin.atexit = False  # the driver does it when the process ends
 

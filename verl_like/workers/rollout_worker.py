@@ -42,9 +42,13 @@ class RolloutWorker(ActorRolloutRefWorker):
         self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: list[WeightExport], version: int) -> str:
-        """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`."""
-        return self.rollout.load_weights(self.weight_transport.receive(exported, self), version)
+    def load_weights(self, exported: list[WeightExport], version: int, checks_first: bool = True) -> str:
+        """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`.
+
+        `checks_first`: see `RolloutEngine.load_weights`.
+        """
+        received = self.weight_transport.receive(exported, self)
+        return self.rollout.load_weights(received, version, checks_first=checks_first)
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),

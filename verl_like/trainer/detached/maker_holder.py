@@ -329,7 +329,8 @@ class ExperienceMakerHolder(Side):
                 except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                     return
                 try:
-                    self.run.maker.load_weights(Weights(weights.exports[Role.Actor], weights.version))
+                    of_actor = Weights(weights.exports[Role.Actor], weights.version)
+                    self.run.maker.load_weights(of_actor, checks_first=True)
                     for role in self.run.groups.keys() & set(TRAINED):
                         self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
                 except WorkerError as error:

@@ -24,6 +24,7 @@ from verl_like.workers.rollout.request import (
     request_seed,
 )
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, check_staged
+from verl_like.workers.weight_transfer.shared_memory import pin_pages
 
 # Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
 
@@ -282,7 +283,7 @@ class RolloutEngine(ABC):
         if self.policy_version is None:
             raise RuntimeError("The rollout engine has no verified weights; call load_weights before generating.")
 
-    def load_weights(self, exports: Sequence[WeightExport], version: int) -> str:
+    def load_weights(self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True) -> str:
         """Replaces the engine's weights and proves that they are the trainer's; requests in flight go on with them.
 
         `exports` are `collect_weights` of every trainer rank; `version` is not older than what the engine had before.
@@ -291,13 +292,19 @@ class RolloutEngine(ABC):
         Raises WeightSyncError if the exports are stale, incomplete or changed on their way, and goes on with the
         weights it has; or if it ended up with other weights, and refuses to generate until a later `load_weights`
         succeeds. So it does after any other error in the middle of an update.
+
+        Without `checks_first` what changed in the object store is noticed after it was loaded, so that each byte is
+        read once. Memory that the trainer may write into is always checked before.
         """
         if version < self._newest_version:
             raise WeightSyncError(
                 f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
             )
-        is_staged = not self.config.sends_directly
-        expected = check_staged(exports, version, self.device) if is_staged else check_exports(exports, version)
+        if self.device == "cuda":
+            pin_pages(exports)
+        transport = self.config.weight_transport
+        is_read_twice = not self.config.sends_directly and (checks_first or transport != "object_store")
+        expected = check_staged(exports, version, self.device) if is_read_twice else check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._load(exports, version)
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"

@@ -101,9 +101,9 @@ class VllmAsyncEngine(VllmEngine):
         if self.policy_version is not None and not self._is_paused:
             self.llm.resume_generation()
 
-    def load_weights(self, exports: Sequence[WeightExport], version: int) -> str:
+    def load_weights(self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True) -> str:
         try:
-            return super().load_weights(exports, version)
+            return super().load_weights(exports, version, checks_first=checks_first)
         finally:
             self._go_on()  # not before the weights were verified
 

@@ -5,6 +5,7 @@ import io
 import mmap
 import os
 import uuid
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl_like.workers.pinned_memory import pin
 from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
@@ -79,14 +81,43 @@ class SharedPages:
             for pages in [pages for pages in _mapped if not pages._is_there()]:
                 del _mapped[pages]
             with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:  # without the lock, which goes with the array
-                _mapped[replace(self)] = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
-        array = np.frombuffer(_mapped[self], dtype=np.uint8)
+                memory = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
+            _mapped[replace(self)] = _Mapping(np.frombuffer(memory, dtype=np.uint8))
+        array = _mapped[self].array.view()
         weakref.finalize(array, locked.close)
         return array
 
 
-_mapped: dict[SharedPages, mmap.mmap] = {}
+@dataclass
+class _Mapping:
+    """Memory of another process, mapped in this one."""
+
+    array: np.ndarray
+    was_pinned: bool = False
+    """Whether CUDA was asked to pin it."""
+
+
+_mapped: dict[SharedPages, _Mapping] = {}
 """What this process has mapped, while its owner has it: to find its pages again takes as long as to copy them."""
+
+
+def pin_pages(exports: Sequence[WeightExport]) -> None:
+    """Maps the shared memory of the exports in this process, and pins it there for copies to its GPU.
+
+    It stays pinned as long as it is mapped, so that a version that is written into the same memory finds it so.
+    """
+    for pages in [bucket.data for export in exports for bucket in export.buckets]:
+        if not isinstance(pages, SharedPages):
+            continue
+        np.asarray(pages)  # maps them
+        mapping = _mapped[pages]
+        if mapping.was_pinned:
+            continue
+        mapping.was_pinned = True
+        try:
+            pin(mapping.array, read_only=True)
+        except torch.AcceleratorError as error:
+            warnings.warn(f"The driver does not pin shared weights ({error}): they are copied slowly.", stacklevel=2)
 
 
 class _Segment:
