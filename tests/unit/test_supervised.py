@@ -254,8 +254,9 @@ def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measur
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.worker.prefix)
 def test_each_kind_of_run_shows_the_metrics_of_its_worker(kind: Kind):
-    (loss,) = [keys for name, keys, _ in kind.display.step_line if name == "loss"]
-    assert loss == (f"{kind.worker.prefix}/loss",)
+    of_worker = display_of(kind.worker.prefix, "any unit")
+    assert kind.display.step_line == of_worker.step_line
+    assert [keys for _, keys, _ in kind.display.charts] == [keys for _, keys, _ in of_worker.charts]
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_with_its_row(model_path: str, tmp_path: Path):
