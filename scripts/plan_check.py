@@ -1,7 +1,7 @@
 """Compares the plan of a GPU's memory with what ranks of a 7B model reserve on the null GPU: `make plan-check`.
 
 Each case is a training command. Of each phase of both ranks that are measured, the plan without context and engine has
-to be at least what torch reserves, and at most 10% or 0.1 GB more. Writes docs/memory_plan.md, and ends with an error
+to be at least what torch reserves, and at most 10% or 0.3 GB more. Writes docs/memory_plan.md, and ends with an error
 where a phase is outside. `python scripts/plan_check.py sft "lora*"` does these cases alone and writes nothing.
 """
 
@@ -25,7 +25,7 @@ from verl_like.trainer.memory_pools import planned_pools
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "build" / "plan_check" / "llama_7b"
 PAGE = ROOT / "docs" / "memory_plan.md"
-MOST_ABOVE, NEGLIGIBLE = 1.1, 0.1 * GB
+MOST_ABOVE, NEGLIGIBLE = 1.1, 0.3 * GB
 NOT_OF_THE_PROCESS = {"context*", "sleeping engine*", "engine's share", "engine's weights"}
 ACTOR, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 

@@ -2,8 +2,8 @@
 
 `make gpu-rehearsal` runs it where the GPUs are null and have no numbers; FOLDER has what gpu_rehearsal_data.py made.
 An update may wait once a micro-batch and three times an optimizer step, by the null GPU's own counters of
-synchronisations and of copies that wait. Each operator that waits has to be among those of `waits.json`, which
-`--write` makes anew.
+synchronisations and of copies that wait, and by `torch.cuda.set_sync_debug_mode`, which names files and lines: the
+larger number counts. Each operator that waits has to be among those of `waits.json`, which `--write` makes anew.
 
 Without numbers memory is never filled. What is replaced for that: the head's Triton kernels, which need a compiler for
 a GPU, by nothing; what metrics read from the device, by 1; and the limit of optimizer steps in a row that may be
@@ -13,11 +13,13 @@ skipped because a norm is no number.
 import contextlib
 import ctypes
 import json
+import linecache
 import multiprocessing
 import os
 import socket
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from verl_like.trainer.supervised import config as supervised
 from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, worker_arguments
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.models import linear_log_prob
+from verl_like.workers.pinned_memory import to_host
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = Path(__file__).with_name("waits.json")
@@ -142,7 +145,7 @@ def random_rows(num_rows: int) -> DataProto:
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:
     """As `read_metrics`, which would refuse numbers that nobody computed."""
     numbers = [number.double() for part in parts for metric in part.values() for number in metric.numbers]
-    torch.stack(numbers).tolist()
+    to_host(torch.stack(numbers)).tolist()
     return [{name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()} for part in parts]
 
 
@@ -158,6 +161,7 @@ class Waiting(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self.num_waits() > before:
             frames = [frame for frame in traceback.extract_stack() if "/verl_like/" in frame.filename]
+            frames = [frame for frame in frames if not frame.name.startswith("<")]  # such as <listcomp>
             where = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "backward"
             self.places[f"{where}: {function}"] += 1
         return result
@@ -189,17 +193,30 @@ def measure(scenario: Scenario, folder: Path, rank: int, port: int, answer: Any)
         update()
         waits = num_waits() - before
     num_backward, num_steps = len(backward), len(step)
+    lines = waits_by_torch(update)
     with Waiting(num_waits) as waiting:
         update()
     if rank == 0:
         answer.put(
             {
-                "waits": waits,
+                "waits": max(waits, sum(lines.values())),
+                "by_torch": dict(sorted(lines.items())),
                 "micro_batches": num_backward,
                 "optimizer_steps": num_steps,
                 "places": dict(sorted(waiting.places.items())),
             }
         )
+
+
+def waits_by_torch(update: Callable[[], Any]) -> Counter[str]:
+    """How often torch says that an update waits, by the function of ours or of a library's that does."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        update()
+    torch.cuda.set_sync_debug_mode("default")
+    places = [(each.filename, each.lineno) for each in said if "synchronizing CUDA operation" in str(each.message)]
+    return Counter(f"{Path(file).name}: {linecache.getline(file, line).strip()}" for file, line in places)
 
 
 def count_calls(owner: Any, name: str) -> list[str]:
@@ -241,7 +258,8 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
 
 def faults_of(name: str, counted: dict[str, Any], committed: dict[str, Any]) -> list[str]:
     bound = counted["micro_batches"] + 3 * counted["optimizer_steps"]
-    new = counted["places"].keys() - committed.get(name, {}).get("places", {}).keys()
+    known = committed.get(name, {})
+    new = {place for part in ("places", "by_torch") for place in counted[part].keys() - known.get(part, {}).keys()}
     faults = [f"{name}: {counted['waits']} waits, at most {bound}"] if counted["waits"] > bound else []
     return faults + [f"{name}: waits in a new place, {place}" for place in sorted(new)]
 

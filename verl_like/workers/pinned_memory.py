@@ -46,6 +46,15 @@ def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, t
     return {name: _as(tensor, piece) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's copy on the host; of a GPU it is pinned, and one wait is for all that the GPU has to do before."""
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return copy
+
+
 def host_places(tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
     """Host memory for the values of each tensor, without values yet, pinned for tensors of a GPU.
 

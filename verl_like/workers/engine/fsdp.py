@@ -257,7 +257,10 @@ class FsdpEngine(TrainingEngine):
     def _average(self, weight: float) -> None:
         """Moves the average of the weights by `weight` of the way to the weights."""
         averages = [cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local() for parameter in self.parameters]
-        weights = [cast(DTensor, parameter).to_local().float() for parameter in self.parameters]
+        weights = [cast(DTensor, parameter).to_local() for parameter in self.parameters]
+        if self.fsdp.model_dtype != "float32":
+            stored, weights = weights, [torch.empty_like(each, dtype=torch.float32) for each in weights]
+            torch._foreach_copy_(weights, stored)
         torch._foreach_lerp_(averages, weights, weight)
 
     @property

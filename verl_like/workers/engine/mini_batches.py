@@ -16,7 +16,7 @@ from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.throughput import Stopwatch
-from verl_like.workers.pinned_memory import to_device
+from verl_like.workers.pinned_memory import to_device, to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
@@ -149,7 +149,7 @@ def forward(
     with engine.on_device():
         outputs = [run(_micro_batch(engine, rows, at)) for at in micro_batches]
     place_B = torch.cat(micro_batches).argsort()
-    return [torch.cat(column).cpu()[place_B] for column in zip(*outputs, strict=True)]
+    return [to_host(torch.cat(column))[place_B] for column in zip(*outputs, strict=True)]
 
 
 def update(
@@ -200,7 +200,7 @@ def update(
 def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
     """Fetches the numbers of all metrics from the device in one transfer."""
     numbers = [number.double() for part in parts for metric in part.values() for number in metric.numbers]
-    read = iter(torch.stack(numbers).tolist())
+    read = iter(to_host(torch.stack(numbers)).tolist())
     return [
         {name: metric.finish(*(next(read) for _ in metric.numbers)) for name, metric in part.items()} for part in parts
     ]
