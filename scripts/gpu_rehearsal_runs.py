@@ -135,7 +135,7 @@ RUNS = (
     sft("sft_lora", "fine-tuning of an adapter, one rank", "model.lora_rank=8"),
     preferences("rm", "a reward model, one rank", "rm"),
     preferences("rm_two_ranks", "a reward model, two ranks", "rm", num_ranks=2, reference="rm"),
-    preferences("dpo", "DPO, one rank", "dpo", "training.beta=0.3"),
+    preferences("dpo", "DPO, one rank", "dpo", "training.beta=0.12"),
     on_examples(
         "ilql",
         "ILQL, one rank",

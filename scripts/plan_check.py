@@ -1,4 +1,4 @@
-"""Compares the plan of a GPU's memory with what ranks of a 7B model reserve on the null GPU: `make plan-check`.
+"""Compares the plan of a GPU's memory with what ranks reserve on the null GPU: `make plan-check`.
 
 Each case is a training command. Of each phase of both ranks that are measured, the plan without context and engine has
 to be at least what torch reserves, and at most 10% or 0.3 GB more. Writes docs/memory_plan.md, and ends with an error
@@ -23,7 +23,10 @@ from verl_like.trainer.memory import GB, PlannedPool
 from verl_like.trainer.memory_pools import planned_pools
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "build" / "plan_check" / "llama_7b"
+MODELS = ROOT / "build" / "plan_check"
+MODEL = MODELS / "7b"
+SIZES = {"7b": (4096, 11008, 32, 32, 32), "70b": (8192, 28672, 80, 64, 8)}
+"""Of Llama-2: hidden, intermediate, layers, heads, heads of keys and values."""
 PAGE = ROOT / "docs" / "memory_plan.md"
 MOST_ABOVE, NEGLIGIBLE = 1.1, 0.3 * GB
 NOT_OF_THE_PROCESS = {"context*", "sleeping engine*", "engine's share", "engine's weights"}
@@ -39,7 +42,7 @@ class Case:
     command: str = "main_ppo"
 
 
-def ppo(name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo") -> Case:
+def ppo(name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo", size: str = "7b") -> Case:
     """GRPO of the actor alone, on that many ranks, with 16,384 tokens in a pass, unless the overrides say otherwise."""
     common = [
         "placement=colocated",
@@ -51,7 +54,7 @@ def ppo(name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo") -
         "data.max_prompt_length=1024",
         "data.max_response_length=1024",
         "data.train_batch_size=1024",
-        f"{MODEL_KEY}.path={MODEL}",
+        f"{MODEL_KEY}.path={MODELS / size}",
         f"{ACTOR}.ppo_mini_batch_size=1024",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
@@ -89,6 +92,10 @@ CASES = (
     ppo("zero3, 8 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16"),
     ppo("zero3, 64 ranks", ranks=64),
     ppo("zero3, 64 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", ranks=64),
+    ppo("70B, 8 ranks", size="70b"),
+    ppo("70B, 8 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", size="70b"),
+    ppo("70B, 64 ranks", ranks=64, size="70b"),
+    ppo("70B, 64 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", ranks=64, size="70b"),
     ppo("zero1", f"{ACTOR}.fsdp_config.strategy=zero1"),
     ppo("zero2", f"{ACTOR}.fsdp_config.strategy=zero2"),
     ppo("ddp", f"{ACTOR}.fsdp_config.strategy=ddp"),
@@ -131,19 +138,20 @@ CASES = (
 )
 
 
-def make_model() -> None:
-    """The architecture of Llama-2-7B."""
-    LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(MODEL)
+def make_models() -> None:
+    """The architectures of Llama-2."""
+    for name, (hidden, intermediate, layers, heads, key_value_heads) in SIZES.items():
+        LlamaConfig(
+            vocab_size=32000,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            max_position_embeddings=32768,
+            tie_word_embeddings=False,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(MODELS / name)
 
 
 def rows_of(case: Case, pool: Pool, planned_pool: PlannedPool) -> tuple[list[str], list[str]]:
@@ -174,7 +182,7 @@ def main() -> None:
     chosen = [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
     if not chosen:
         sys.exit(f"No case is called {' or '.join(patterns)}; there are {', '.join(case.name for case in CASES)}.")
-    make_model()
+    make_models()
     null_gpu, began = NullGpu(), time.monotonic()
     rows = ["| case | phase | tensors | reserved | plan | plan / reserved |", "|---|---|---|---|---|---|"]
     print(*rows, sep="\n", flush=True)
@@ -196,13 +204,14 @@ def write_page(table: Sequence[str], seconds: float) -> None:
     """docs/memory_plan.md."""
     command = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    about = (
-        f"Written by `make plan-check` on {date.today()}, of commit {commit}, in {seconds:.0f} s. What ranks of a "
-        "Llama of 7B reserve of a GPU in each phase, by torch's allocator on the null GPU, and what the plan says "
-        "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and the last rank "
-        "the larger. 16,384 tokens are in a pass. Unless a case says otherwise, 8 ranks share the model by zero3."
-    )
-    PAGE.write_text("\n".join(["# The plan of memory beside the rehearsal", "", about, "", *table, ""]))
+    about = [
+        f"Written by `make plan-check` on {date.today()}, of commit {commit}, in {seconds:.0f} s. It has what ranks",
+        "reserve of a GPU in each phase, by torch's allocator on the null GPU, and what the plan says",
+        "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and the last rank the",
+        "larger. The models are Llama-2, of 7B and shared by 8 ranks with zero3 unless a case says otherwise. 16,384",
+        "tokens are in a pass.",
+    ]
+    PAGE.write_text("\n".join(["# The plan of memory beside the rehearsal", "", *about, "", *table, ""]))
 
 
 if __name__ == "__main__":

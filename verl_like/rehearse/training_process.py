@@ -4,12 +4,14 @@ import contextlib
 import ctypes
 import functools
 import json
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,7 +30,7 @@ from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.trainer.roles import Role
 from verl_like.trainer.supervised.config import SupervisedConfig
 from verl_like.trainer.supervised.run_supervised import KINDS, worker_arguments
-from verl_like.workers import model_worker
+from verl_like.workers import model_worker, pinned_memory
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.engine.shard_writer import ShardWriter
@@ -36,6 +38,8 @@ from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models import linear_log_prob
 from verl_like.workers.planning.partition import MicroBatching
 
+_MAP_NORESERVE = 0x4000
+"""Of Linux; Python's mmap does not name it."""
 NUM_MICRO_BATCHES = 2
 """Of an optimizer step: from the second on there are gradients of those before."""
 
@@ -95,7 +99,21 @@ def heap_bytes() -> int:
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallInfo
     info = mallinfo()
-    return info.hblkhd + info.uordblks
+    return info.hblkhd + info.uordblks + Unreserved.num_bytes
+
+
+class Unreserved:
+    """In the place of NumPy where places in host memory are made: nobody writes them, so this machine may have less."""
+
+    num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, num_bytes: int, dtype: Any) -> np.ndarray:
+        Unreserved.num_bytes += num_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return np.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=dtype)[:num_bytes]
 
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
@@ -171,14 +189,16 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
 
 
 def replace_what_needs_numbers() -> None:
-    """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a norm, and files."""
-    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter)
-    workers, head, engine, updates, writer = modules
+    """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a norm, files, and
+    host memory."""
+    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter, pinned_memory)
+    workers, head, engine, updates, writer, places = modules
     workers.load_pretrained = empty_weights
     head._kernels = lambda x_MC: NoKernels
     engine.MAX_SKIPPED_STEPS = 10**9
     updates.read_metrics = read_ones
     writer._write = lambda *_: {}
+    places.np = Unreserved()
 
 
 def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:

@@ -34,10 +34,10 @@ BETWEEN_SHARDS = 0.012
 """The same of what lies there between the calls."""
 WORKSPACES = 0.15 * GB
 """Of a process that has computed: what cuBLAS keeps, and the ends of torch's segments."""
-STREAMS = 0.12 * GB
+STREAMS = 0.1 * GB
 """Of a pass: the ends of its streams' segments."""
 WITHOUT_LOGITS = 0.25 * GB
-"""Passes of a model with a head of one number have so much more between tensors, by measurement; why is not known."""
+"""Updates of a model with a head of one number have so much more between tensors, by measurement; why is not known."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ModelSize:
     """Values that autograd saves for a token in one decoder layer, without checkpointing: in Llama 13 hidden sizes and
     4 intermediate ones, and with norms of queries and keys, as in Qwen3, up to 19."""
     live_per_token: int
-    """Values that are there at once for a token in a decoder layer without gradients: in Llama 6 hidden sizes and 3
+    """Values that are there at once for a token in a decoder layer without gradients: in Llama 4 hidden sizes and 3
     intermediate ones, and with an adapter one more."""
     head: int
     """Parameters of the language-model head; 0 where there is none."""
@@ -97,7 +97,7 @@ class ModelSize:
             has_adapter=has_adapter,
             hidden=text.hidden_size,
             activations_per_token=(20 if has_norms else 13) * text.hidden_size + 4 * intermediate,
-            live_per_token=6 * text.hidden_size + (4 if has_adapter else 3) * intermediate,
+            live_per_token=4 * text.hidden_size + (4 if has_adapter else 3) * intermediate,
             head=0 if head is None else head.weight.numel(),
             further_heads=sum(of_heads),
         )
@@ -209,15 +209,15 @@ class PlannedModel:
         beside = {f"{self.name} Adam": self.adam} if self.adam > largest else {"a whole parameter": largest}
         return with_fragments({f"{self.name} weights": self.stored} | beside)
 
-    def gathered(self) -> dict[str, float]:
-        """The parameters that a pass computes with, and the buffers into which they are gathered."""
-        size = self.size
-        two_units = min(size.parameters, size.outer + size.layer)
-        cast = two_units / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
+    def gathered(self, computed: float, gathering: float) -> dict[str, float]:
+        """The parameters that a pass computes with, and the buffers into which they are gathered: of so many at once,
+        where not all are kept."""
+        computed, gathering = (min(self.size.parameters, number) for number in (computed, gathering))
+        cast = gathering / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
         num_models = 2 if self.runs_reference else 1  # each has streams of its own
         return {
-            "gathered layers": (size.parameters if self.gathers_whole else two_units) * self.num_bytes,
-            "gathering*": num_models * (two_units + cast) * self.num_bytes,
+            "gathered layers": (self.size.parameters if self.gathers_whole else computed) * self.num_bytes,
+            "gathering*": num_models * (gathering + cast) * self.num_bytes,
         }
 
     def head_working(self, tokens: float, passes: MicroBatching) -> float:
@@ -232,11 +232,10 @@ class PlannedModel:
         tokens = self.tokens_of(self.forward_passes)
         layer = self.size.live_per_token * self.num_bytes * tokens
         activations = {"activations*": max(layer, self.head_working(tokens, self.forward_passes))}
-        return self.moved() | with_fragments(self.gathered() | activations, of_streams=self.of_streams)
-
-    @property
-    def of_streams(self) -> float:
-        return STREAMS if self.size.head else STREAMS + WITHOUT_LOGITS
+        # Layers are short without gradients: one is gathered, and another is there, while one is computed.
+        two_layers = 2 * self.size.layer
+        gathered = self.gathered(self.size.outer + two_layers, max(self.size.outer, two_layers))
+        return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
 
     def moved(self) -> dict[str, float]:
         """What a call brings to the device of what lies in host memory."""
@@ -265,9 +264,12 @@ class PlannedModel:
         computed += trained * size.layer * (itemsize + REDUCTION_BYTES) + of_heads
         # At the end of the backward pass the activations are gone, and the outermost unit is reduced.
         at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
-        parts = {"gradients": gradients} | self.gathered() | {"reduction*": reduced * REDUCTION_BYTES}
+        two_units = size.outer + size.layer
+        parts = {"gradients": gradients} | self.gathered(two_units, two_units)
+        parts |= {"reduction*": reduced * REDUCTION_BYTES}
         parts |= {"activations*": max(computed, at_the_end)}
-        return self.moved() | with_fragments(parts, of_streams=self.of_streams)
+        of_streams = STREAMS if size.head else STREAMS + WITHOUT_LOGITS
+        return self.moved() | with_fragments(parts, of_streams=of_streams)
 
     def optimizer_step(self) -> dict[str, float]:
         """Gradients as the optimizer reads them, in addition to `at_rest`."""
