@@ -184,6 +184,9 @@ RUNS = (
         "PPO colocated on one rank, an adapter, vLLM that sleeps",
         "placement=colocated",
         "actor_rollout_ref.model.lora_rank=8",
+        # The adapter's kernels are interpreted, for as many tokens as fit into a step.
+        "actor_rollout_ref.rollout.max_num_batched_tokens=64",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
         num_gpus=1,
         caches_memory=True,
     ),
