@@ -187,6 +187,7 @@ RUNS = (
         # The adapter's kernels are interpreted, for as many tokens as fit into a step.
         "actor_rollout_ref.rollout.max_num_batched_tokens=64",
         "actor_rollout_ref.rollout.max_num_seqs=32",
+        "data.train_batch_size=16",
         num_gpus=1,
         caches_memory=True,
     ),
