@@ -184,10 +184,6 @@ RUNS = (
         "PPO colocated on one rank, an adapter, vLLM that sleeps",
         "placement=colocated",
         "actor_rollout_ref.model.lora_rank=8",
-        # The adapter's kernels are interpreted, for as many tokens as fit into a step.
-        "actor_rollout_ref.rollout.max_num_batched_tokens=64",
-        "actor_rollout_ref.rollout.max_num_seqs=32",
-        "data.train_batch_size=16",
         num_gpus=1,
         caches_memory=True,
     ),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 import vllm._custom_ops as vllm_ops
 from torch.nn.attention.varlen import varlen_attn
+from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
 
 
 def a_network_trains_as_on_the_cpu() -> None:
@@ -96,7 +97,32 @@ def the_shards_of_an_embedding_add_up_to_it() -> None:
     assert parts[0][0].tolist() == [0, 0]
 
 
+def an_adapter_adds_its_product_to_the_tokens_that_have_it() -> None:
+    """Two adapters of rank 2 for two slices of three columns; token 1 has none."""
+    adapter_of_token = [1, -1, 0, 1]
+    meta = LoRAKernelMeta.make(max_loras=2, max_num_tokens=8, device="cuda")
+    meta.prepare_tensors(torch.tensor(adapter_of_token, dtype=torch.int32, device="cuda"))
+    arguments = meta.meta_args(4, True)
+    generator = torch.Generator().manual_seed(3)
+
+    def small_integers(*shape: int) -> torch.Tensor:  # exact in bfloat16, and their products
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    inputs, before = small_integers(4, 5), small_integers(4, 6)
+    of_slices = [(small_integers(2, 1, 2, 5), small_integers(2, 1, 3, 2)) for _ in range(2)]
+    shrunk = torch.full((2, 4, 2), 7.0, device="cuda")
+    weights_a, weights_b = ([each.cuda().bfloat16() for each in part] for part in zip(*of_slices, strict=True))
+    lora_shrink(inputs.cuda().bfloat16(), weights_a, shrunk, *arguments, 0.5)
+    out = before.cuda().bfloat16()
+    lora_expand(shrunk, weights_b, out, *arguments, add_inputs=True)
+    for token, adapter in enumerate(adapter_of_token):
+        products = [0.5 * b[adapter, 0] @ (a[adapter, 0] @ inputs[token]) for a, b in of_slices]
+        added = torch.cat(products) if adapter >= 0 else torch.zeros(6)
+        assert torch.equal(out[token].float().cpu(), before[token] + added)
+
+
 CHECKS = (
+    an_adapter_adds_its_product_to_the_tokens_that_have_it,
     the_shards_of_an_embedding_add_up_to_it,
     a_network_trains_as_on_the_cpu,
     attention_over_packed_sequences_is_dense_attention_of_each,

@@ -1,13 +1,10 @@
 """The CUDA kernels of vLLM that a Llama needs, on the memory of the null GPU: norms, activation, positions, cache.
 
-vLLM's own Triton kernels need no answer: TRITON_INTERPRET=1 runs them.
+vLLM's own Triton kernels need no answer but those for adapters: TRITON_INTERPRET=1 runs them.
 """
-
-from typing import Any
 
 import torch
 from null_gpu_kernels import on_host, register
-from triton.runtime import interpreter
 
 _library = torch.library.Library("_C", "IMPL")
 _cache_library = torch.library.Library("_C_cache_ops", "IMPL")
@@ -94,21 +91,7 @@ def vocab_parallel_embedding(
     on_host(out).copy_(on_host(weight)[row.long()] * (is_own | is_added)[:, None])
 
 
-_prepared: set[str] = set()
-"""Modules whose functions have had Triton's language prepared; it stays so."""
-
-
-def call_once_prepared(function: interpreter.InterpretedFunction, *arguments: Any, **named: Any) -> Any:
-    """In the place of `InterpretedFunction.__call__`, a call from a kernel. That prepares Triton's language anew each
-    time, for milliseconds: an adapter's kernels took a quarter of an hour. The kernel has prepared most of it."""
-    if function.fn.__module__ not in _prepared:
-        _prepared.add(function.fn.__module__)
-        interpreter._patch_lang(function.fn)
-    return function.rewrite()(*arguments, **named)
-
-
 def install() -> None:
-    interpreter.InterpretedFunction.__call__ = call_once_prepared
     for kernel in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, vocab_parallel_embedding):
         register(kernel.__name__, kernel, _library)
     register("reshape_and_cache_flash", reshape_and_cache_flash, _cache_library)

@@ -25,6 +25,7 @@ def _runtime_is_the_null_gpu(cuda_wrapper: ModuleType) -> None:
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": _answer_with("null_gpu_kernels"),
     "vllm._custom_ops": _answer_with("null_gpu_vllm"),
+    "vllm.lora.ops.triton_ops": _answer_with("null_gpu_vllm_lora"),
     "vllm.distributed.device_communicators.cuda_wrapper": _runtime_is_the_null_gpu,
     "vllm.vllm_flash_attn.flash_attn_interface": _answer_with("null_gpu_vllm_attention"),
 }
