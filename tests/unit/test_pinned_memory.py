@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl_like.workers import pinned_memory
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.pinned_memory import pin, to_device
 from verl_like.workers.weight_sync import WeightExport, collect_weights, iterate_weights
@@ -30,7 +31,9 @@ class Runtime:
     def check_error(self, code: int) -> None:
         """As `torch.cuda.check_error`."""
         if code:
-            raise torch.AcceleratorError(f"CUDA error {code}")
+            error = torch.cuda.CudaError.__new__(torch.cuda.CudaError)  # whose __init__ needs CUDA
+            error.args = (f"CUDA error {code}",)
+            raise error
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.registered[address]
@@ -42,6 +45,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", runtime.check_error)
+    monkeypatch.setattr(pinned_memory, "_forget_last_error", lambda: runtime.flags.append(-1))
     return runtime
 
 
@@ -94,7 +98,17 @@ def test_a_driver_that_does_not_pin_shared_weights_is_named_once_and_the_weights
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pin_pages([export])
+    assert runtime.flags == [8, -1]  # the error was forgotten, which the next kernel would have met
     assert torch.equal(next(iterate_weights([export]))[1], torch.full((50,), 3.0))
+
+
+def test_shared_weights_that_are_gone_or_written_anew_are_left_to_the_check_of_all_ranks(runtime: Runtime):
+    gone = exported(torch.ones(10), SharedMemoryTransport(), 1)
+    transport = SharedMemoryTransport()
+    written = exported(torch.ones(20), transport, 1)
+    assert all(segment.lock() for segment in transport._segments)
+    pin_pages([gone, written])
+    assert not runtime.registered
 
 
 def test_weights_that_are_no_shared_memory_are_not_pinned(runtime: Runtime):

@@ -52,18 +52,30 @@ def test_what_lies_on_a_gpu_at_once_is_added_up_and_compared_with_its_size(pools
 
 
 def test_a_phase_that_does_not_fit_is_named_with_the_keys_that_lower_it(pools: list[Pool]):
-    text, fits = report(pools, 43 * GB, {"policy_pool": "torch.OutOfMemoryError: CUDA out of memory."})
+    said = "torch.OutOfMemoryError: CUDA out of memory."
+    text, fits = report(pools, 43 * GB, {("policy_pool", "actor+ref rank 0 of 4"): said})
     assert not fits
     assert "This does not fit. Torch says: torch.OutOfMemoryError: CUDA out of memory. What lowers" in text
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in text
 
 
 def test_a_phase_that_ran_at_the_real_size_fits_although_the_sum_is_more(pools: list[Pool]):
-    most = most_at_once(pools[0])
+    most, other, engine = most_at_once(pools[0])
     assert (most.process.rank, most.phase.phase, most.total) == (0, "actor update", 44 * GB)
     assert most.beside == 4 * GB  # the sleeping engine, and two contexts
-    text, fits = report(pools, 43 * GB, {"policy_pool": ""})
+    assert (other.process.rank, other.total, engine.total) == (3, 44 * GB, (15 + 22 + 2) * GB)
+    ran = {("policy_pool", f"actor+ref rank {rank} of 4"): "" for rank in (0, 3)}
+    text, fits = report(pools, 43 * GB, ran)
     assert fits and "It fits, with nothing to spare" in text
+
+
+def test_a_pool_does_not_fit_where_one_of_its_processes_does_not(pools: list[Pool]):
+    one = {("policy_pool", "actor+ref rank 0 of 4"): ""}
+    text, fits = report(pools, 43 * GB, one)
+    assert not fits and "Most on one GPU, actor+ref rank 3 of 4, actor update" in text
+    both = one | {("policy_pool", "actor+ref rank 3 of 4"): ""}
+    text, fits = report(pools, 38 * GB, both)  # which nobody runs for the engine: generation takes 39
+    assert not fits and "rollout rank 0 of 4, counted, generation" in text
 
 
 def test_the_host_memory_of_the_first_node_is_that_of_rank_0_and_of_its_other_processes():

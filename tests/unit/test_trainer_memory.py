@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from verl_like.trainer import run
 from verl_like.trainer.config import PPOConfig, load_config, load_ppo_config
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.memory import ModelSize, require_memory
-from verl_like.trainer.memory_pools import memory_phases, planned_pools
+from verl_like.trainer.memory_pools import check_memory, memory_phases, planned_pools
+from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
 from verl_like.workers.config.models import PolicyModelConfig
@@ -153,6 +155,52 @@ def test_the_teacher_is_counted_with_its_own_size_beside_the_actor(deepseek_7b: 
     assert build_role_worker_mapping(config, {})["teacher"].kwargs["shares_device"]
 
 
+class Gpu:
+    def __init__(self, total_memory: float) -> None:
+        self.total_memory = total_memory
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has one of 85 GB and one of 60 GB."""
+    gpus = [Gpu(85e9), Gpu(60e9)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_smallest_gpu_of_the_machine_counts_where_the_run_starts_its_own_ray(deepseek_7b: str):
+    (sums,) = check_memory(script_config(deepseek_7b, "trainer.n_gpus_per_node=8"))
+    assert sums.startswith("Memory of a GPU at most, of 60.0 GB (* estimated):")
+    tight = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.gpu_memory_utilization=0.6"]
+    with pytest.raises(ValueError, match=r"a GPU has 60\.0 GB, and this does not fit \(actor_rollout_ref_pool, gen"):
+        check_memory(script_config(deepseek_7b, *tight, "actor_rollout_ref.actor.ema_decay=0.9"))
+    assert check_memory(script_config(deepseek_7b, *tight, "ray_kwargs.ray_init.address=auto")) == []
+    assert check_memory(script_config(deepseek_7b, *tight, "device=cpu")) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_pool_of_custom_roles_alone_is_not_counted(deepseek_7b: str):
+    judge = ["worker_classes.judge=package.Judge", "role_mapping.judge=judge_pool", "resource_pool_spec.judge_pool=[1]"]
+    config = script_config(deepseek_7b, "trainer.n_gpus_per_node=8", *judge)
+    assert "judge_pool" not in {pool.name for pool in planned_pools(config, 85e9)}
+    (sums,) = check_memory(config)
+    assert "critic_pool" in sums and "judge" not in sums
+
+
+def test_a_run_that_does_not_fit_is_refused_before_ray_starts(
+    deepseek_7b: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def does_not_fit(config: PPOConfig) -> list[str]:
+        raise ValueError("a GPU has 1 GB")
+
+    monkeypatch.setattr(run, "check_memory", does_not_fit)
+    config = script_config(deepseek_7b)
+    assert run.run(config, lambda config, cleanup: None, pytest.fail, PPO_DISPLAY) == 2
+    assert "a GPU has 1 GB" in capsys.readouterr().err
+
+
 def test_what_cannot_fit_is_refused_with_the_sum(deepseek_7b: str):
     config = script_config(deepseek_7b, "trainer.n_gpus_per_node=2")
     with pytest.raises(
@@ -278,6 +326,32 @@ def test_training_on_examples_is_planned_by_its_model(deepseek_7b: str):
     assert ilql["model load"]["model Adam"] == pytest.approx(8 * (shard + trained / 3e9))
 
 
+def test_the_reference_of_dpo_gathers_into_buffers_of_its_own(deepseek_7b: str):
+    gathering = [
+        plan_of_examples(schema, deepseek_7b)["model update"]["gathering*"] for schema in (SFTConfig, DPOConfig)
+    ]
+    assert gathering[1] == pytest.approx(2 * gathering[0])
+
+
+def test_ranks_that_share_sequences_have_a_part_of_the_activations(deepseek_7b: str):
+    rows = ("training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=9")
+    shared = "training.ulysses_sequence_parallel_size=3"
+    parts = [plan_of_examples(SFTConfig, deepseek_7b, *rows, *own)["model forward pass"] for own in ((), (shared,))]
+    assert parts[1]["activations*"] == pytest.approx(parts[0]["activations*"] / 3)
+
+
+def test_an_optimizer_step_holds_float32_weights_for_their_average_and_the_head_beside_an_adapter(deepseek_7b: str):
+    actor = "actor_rollout_ref.actor"
+    average = [f"{actor}.ema_decay=0.9", f"{actor}.fsdp_config.model_dtype=bfloat16"]
+    step = phase(script_config(deepseek_7b, *average), "actor optimizer step")
+    shard = SEVEN_BILLION / 4 / 1e9
+    assert step["weights for their average"] == pytest.approx(4 * shard)
+    assert step["actor Adam"] == pytest.approx((2 * 2 + 4) * shard)
+    assert step["gathered layers"] == 0
+    adapter = phase(script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor optimizer step")
+    assert adapter["gathered layers"] == pytest.approx(2 * 102400 * 4096 / 1e9)
+
+
 def test_rows_of_pairs_are_two_conversations_of_a_pass(deepseek_7b: str):
     by_rows = ("training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=3")
     activations = [
@@ -299,10 +373,10 @@ def test_a_load_brings_one_whole_parameter_after_the_other_before_adam_is_made(d
 def test_export_gathers_a_bucket_in_the_dtype_that_is_sent(deepseek_7b: str):
     largest = phase(script_config(deepseek_7b, "actor_rollout_ref.rollout.dtype=float32"), "actor export")
     # The embedding is more than a bucket: gathered, put together, and this rank's fourth of it.
-    assert largest["a bucket of weights"] == pytest.approx(4 * 102400 * 4096 * 2.25 / 1e9)
+    assert largest["a bucket of weights*"] == pytest.approx(4 * 102400 * 4096 * 2.25 / 1e9)
     adapter = phase(script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor export")
     of_layer = 4 * (4 * (4096 + 4096) + 3 * (4096 + 11008))  # two matrices of rank 4 for each of seven
-    assert adapter["a bucket of weights"] == pytest.approx(2 * 30 * of_layer * 2.25 / 1e9)
+    assert adapter["a bucket of weights*"] == pytest.approx(2 * 30 * of_layer * 2.25 / 1e9)
 
 
 def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bool) -> float:

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.experience_maker import ExperienceMaker, Weights
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
 from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.weight_sync import WeightExport, check_exports, collect_weights, in_order
 from verl_like.workers.weight_transfer.direct import (
@@ -149,7 +152,7 @@ class Rollout(Worker):
     """Notes what it loads."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: str, version: int, checks_first: bool) -> None:
+    def load_weights(self, exported: str, version: int) -> None:
         Actor.calls.append(f"load {exported} {version}")
 
 
@@ -170,6 +173,27 @@ def test_the_driver_has_the_actor_send_before_it_waits_for_the_rollout_to_load(
     Actor.calls.clear()
     maker.load_weights(Weights("what was exported", 7))
     assert Actor.calls == [*first, "load what was exported 7"]
+
+
+def test_the_synchronous_trainer_alone_lets_its_engines_load_before_they_check() -> None:
+    loads: list[dict[str, Any]] = []
+
+    class Group:
+        world_size = 1
+
+        def load_weights(self, exported: str, **options: Any) -> None:
+            loads.append(options)
+
+        def report_finished_calls(self) -> None: ...
+
+    nothing = dict.fromkeys(("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer"))
+    config = load_ppo_config([*REQUIRED, *SMALL])
+    maker = ExperienceMaker(config=config, groups={"rollout": Group()}, **nothing)
+    maker.load_weights(Weights("exported", 7))
+    trainer: Any = object.__new__(RayPPOTrainer)
+    trainer.maker, trainer.learner = maker, SimpleNamespace(actor=Group())
+    trainer.load_weights(Weights("exported", 8))
+    assert loads == [{"version": 7}, {"version": 8, "checks_first": False}]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from verl_like.workers.weight_sync import (
     fingerprint_tensor,
     iterate_weights,
 )
-from verl_like.workers.weight_transfer.direct import gather
 
 
 def _parameters(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -170,35 +168,6 @@ def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None
     assert any({"odd", "one_row", "together"} <= {*bucket.names} for export in exports for bucket in export.buckets)
     for (name, got), (_, sent) in zip(iterate_weights(exports), _parameters_with_experts(), strict=True):
         assert torch.equal(got, sent), name
-
-
-def _gathered_directly(rank: int, port: int) -> tuple[list[tuple[str, torch.Tensor]], int]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
-    mesh, calls = init_device_mesh("cpu", (2,)), 0
-    weights = [(name, distribute_tensor(tensor, mesh, [Shard(0)]), torch.float32) for name, tensor in _parameters()]
-    all_gather = dist.all_gather_into_tensor
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return all_gather(*arguments, **options)
-
-    dist.all_gather_into_tensor = counted
-    found = list(gather(weights, bucket_bytes=200))
-    dist.all_gather_into_tensor = all_gather
-    dist.destroy_process_group()
-    return found, calls
-
-
-def test_what_is_sent_directly_is_gathered_by_one_call_a_bucket() -> None:
-    holder, port = reserve_port()
-    with holder, ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(_gathered_directly, range(2), [port] * 2, timeout=120))
-    for found, calls in results:
-        assert calls == 2  # of 244 and 164 bytes; five before
-        for (name, got), (expected_name, sent) in zip(found, _parameters(), strict=True):
-            assert name == expected_name and torch.equal(got, sent)
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2), Shard(2)])

@@ -41,10 +41,11 @@ def main(arguments: list[str]) -> int:
     pools = measure_run(null_gpu, command, planned)
     refusals = {}
     for pool, planned_pool in zip(pools, planned, strict=True):
-        most = most_at_once(pool)
-        if most.total > device_bytes and not most.process.is_counted:
-            room = int(device_bytes - most.beside)
-            refusals[pool.name] = refusal_at(null_gpu, command, planned_pool, most.process.rank, room)
+        for each in most_at_once(pool):
+            if each.total > device_bytes and not each.process.is_counted:
+                room, rank = int(device_bytes - each.beside), each.process.rank
+                refused = refusal_at(null_gpu, command, planned_pool, rank, room)
+                refusals[pool.name, each.process.name] = refused
     text, fits = report(pools, device_bytes, refusals)
     sys.stdout.write(text + "\n")
     return 0 if fits else 1

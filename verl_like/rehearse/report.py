@@ -32,35 +32,40 @@ class AtOnce:
         return f"Most on one GPU, {self.process.name}, {self.phase.phase}: {sums} = {self.total / GB:.1f} GB"
 
 
-def most_at_once(pool: Pool) -> AtOnce:
-    """The phase in which a GPU of the pool holds most."""
-    return max((_at_once(pool, process, phase) for process, phase in _phases(pool)), key=lambda each: each.total)
+def most_at_once(pool: Pool) -> list[AtOnce]:
+    """Of each process the phase in which a GPU holds most; that in which it holds most of all is the first."""
+    of_processes = [
+        max((_at_once(pool, process, phase) for phase in process.phases), key=lambda each: each.total)
+        for process in pool.processes
+    ]
+    return sorted(of_processes, key=lambda each: -each.total)
 
 
-def report(pools: Sequence[Pool], device_bytes: int, refusals: Mapping[str, str]) -> tuple[str, bool]:
-    """The text, and whether the run fits on GPUs of that size.
+Refusals = Mapping[tuple[str, str], str]
+"""By pool and process, where a GPU holds more than it has in sum: what torch said at the real size; "" if it ran."""
 
-    `refusals`: by pool, for those that hold more than a GPU in sum, what torch said at the real size; "" where it ran.
-    """
+
+def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tuple[str, bool]:
+    """The text, and whether the run fits on GPUs of that size."""
     lines: list[str] = []
     fits = True
     for pool in pools:
-        most = most_at_once(pool)
+        most, *_ = of_processes = most_at_once(pool)
         lines += [f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB", *_table(pool), "", str(most)]
-        if most.total <= device_bytes:
+        over_full = [each for each in of_processes if each.total > device_bytes]
+        refused = [each for each in over_full if refusals.get((pool.name, each.process.name)) != ""]
+        if not over_full:
             lines.append(f"It fits: {(device_bytes - most.total) / GB:.1f} GB are left.")
-        elif refusals.get(pool.name) == "":
+        elif not refused:
             lines.append("It fits, with nothing to spare: at this size torch gives back what it keeps of freed memory.")
-        else:
+        for each in refused:
             fits = False
-            said = f" Torch says: {refusals[pool.name]}" if pool.name in refusals else ""
-            lines.append(f"This does not fit.{said} {keys_that_lower('device', '+'.join(most.process.roles))}")
+            lines += [] if each is most else [str(each)]
+            said = refusals.get((pool.name, each.process.name))
+            of_torch = f" Torch says: {said}" if said else ""
+            lines.append(f"This does not fit.{of_torch} {keys_that_lower('device', '+'.join(each.process.roles))}")
         lines += [*_host_memory(pool), ""]
     return "\n".join(lines), fits
-
-
-def _phases(pool: Pool) -> list[tuple[Process, Measured]]:
-    return [(process, phase) for process in pool.processes for phase in process.phases]
 
 
 def _table(pool: Pool) -> list[str]:

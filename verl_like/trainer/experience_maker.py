@@ -130,7 +130,7 @@ class ExperienceMaker:
         scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
         return batch, scores_B, merge_metrics([generation_metrics, scoring_metrics])
 
-    def load_weights(self, weights: Weights, checks_first: bool = False) -> None:
+    def load_weights(self, weights: Weights, checks_first: bool = True) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint.
 
         With `checks_first` they keep what they have where something else came: see `RolloutEngine.load_weights`.
@@ -138,7 +138,8 @@ class ExperienceMaker:
         rollout = self.groups[Role.Rollout]
         sends = self.config.actor_rollout_ref.rollout.sends_directly
         sent = self.groups[Role.Actor].send_weights.remote(rollout.world_size) if sends else None
-        rollout.load_weights(weights.exported, version=weights.version, checks_first=checks_first)
+        options = {} if checks_first else {"checks_first": False}
+        rollout.load_weights(weights.exported, version=weights.version, **options)
         if sent:
             sent.get()
 

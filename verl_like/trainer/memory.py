@@ -288,7 +288,7 @@ class PlannedModel:
         itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
         largest = self.size.largest_trained * itemsize
         bucket = max(largest, min(DEFAULT_BUCKET_BYTES, self.size.trained * itemsize))
-        return self.moved() | {"a bucket of weights": bucket * (2 + 1 / self.shards)}
+        return self.moved() | {"a bucket of weights*": bucket * (2 + 1 / self.shards)}
 
 
 def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str, float]:

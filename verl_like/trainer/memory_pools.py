@@ -67,7 +67,8 @@ def _pools_of(
         its_roles = [role for role in roles if config.role_mapping[role] == name]
         rollout = _rollout_share(config, device_bytes) if Role.Rollout in its_roles else None
         its_models = [models[role] for role in its_roles if role in models]
-        pools.append(PlannedPool(name, config, config.resource_pool_spec[name], its_models, rollout))
+        if its_models or rollout:  # not of custom roles alone
+            pools.append(PlannedPool(name, config, config.resource_pool_spec[name], its_models, rollout))
     return pools
 
 

@@ -191,7 +191,8 @@ class RayPPOTrainer(TrainingLoop):
 
         Also during the critic's warm-up: an engine that slept has no weights.
         """
-        self.maker.load_weights(weights)
+        # Where other weights arrived the run ends, so that none need be kept.
+        self.maker.load_weights(weights, checks_first=False)
         self.learner.actor.report_finished_calls()  # no call waits for the export itself
 
     def validate(self) -> dict[str, float]:

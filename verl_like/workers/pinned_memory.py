@@ -1,5 +1,6 @@
 """Host memory from which and to which a GPU copies at full speed."""
 
+import contextlib
 import math
 import weakref
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ _READ_ONLY = 0x08
 
 
 def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
-    """Pins the memory of an array until the array is freed. Raises torch.AcceleratorError if CUDA refuses it.
+    """Pins the memory of an array until the array is freed. Raises torch.cuda.CudaError if CUDA refuses it.
 
     `read_only` memory is that which this process may not write, which not every driver pins.
 
@@ -28,9 +29,19 @@ def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
     flags = _READ_ONLY if read_only else 0
-    torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, flags))
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, flags))
+    except torch.cuda.CudaError:
+        _forget_last_error()
+        raise
     unpin = weakref.finalize(memory, runtime.cudaHostUnregister, address)
     unpin.atexit = False  # the driver does it when the process ends
+
+
+def _forget_last_error() -> None:
+    """CUDA keeps the error of a call until it is read, which the launch of the next kernel does."""
+    with contextlib.suppress(torch.AcceleratorError):
+        torch.zeros(1, device="cuda")
 
 
 def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, torch.Tensor]:
@@ -47,7 +58,7 @@ def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, t
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's copy on the host; of a GPU it is pinned, and one wait is for all that the GPU has to do before."""
+    """A tensor of the host itself; of a GPU a pinned copy, with one wait for all that the GPU has to do before."""
     if not tensor.is_cuda:
         return tensor
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -330,7 +330,7 @@ class ExperienceMakerHolder(Side):
                     return
                 try:
                     of_actor = Weights(weights.exports[Role.Actor], weights.version)
-                    self.run.maker.load_weights(of_actor, checks_first=True)
+                    self.run.maker.load_weights(of_actor)
                     for role in self.run.groups.keys() & set(TRAINED):
                         self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
                 except WorkerError as error:

@@ -302,8 +302,8 @@ class RolloutEngine(ABC):
             )
         if self.device == "cuda":
             pin_pages(exports)
-        transport = self.config.weight_transport
-        is_read_twice = not self.config.sends_directly and (checks_first or transport != "object_store")
+        is_written_by_trainer = self.config.weight_transport in ("shared_memory", "gloo")
+        is_read_twice = is_written_by_trainer or (checks_first and not self.config.sends_directly)
         expected = check_staged(exports, version, self.device) if is_read_twice else check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._load(exports, version)

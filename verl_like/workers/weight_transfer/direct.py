@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.weight_sync import DEFAULT_BUCKET_BYTES, WeightExport, whole_tensors
+from verl_like.workers.weight_sync import DEFAULT_BUCKET_BYTES, WeightExport
 from verl_like.workers.weight_transfer.transport import WeightTransport
 
 
@@ -23,25 +24,11 @@ def init_info(exports: Sequence[WeightExport], first_rank: int, num_receivers: i
     return place | {"world_size": 1 + num_receivers, "packed": True}  # packed as `send` does it
 
 
-def gather(
-    weights: Iterable[tuple[str, torch.Tensor, torch.dtype]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole parameters and buffers of `in_order`, of which so many bytes are gathered together; a collective call when
-    there are DTensors."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-
-    def whole() -> Iterator[tuple[str, torch.Tensor]]:
-        names, tensors = zip(*bucket, strict=True)
-        yield from zip(names, whole_tensors(tensors), strict=True)
-
+def gather(weights: Iterable[tuple[str, torch.Tensor, torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole parameters and buffers of `in_order`, one by one; a collective call when there are DTensors."""
     for name, weight, dtype in weights:
         tensor = weight.detach().to(dtype)
-        if bucket and (bucket[0][1].dtype != dtype or sum(each.nbytes for _, each in bucket) >= bucket_bytes):
-            yield from whole()
-            bucket.clear()
-        bucket.append((name, tensor))
-    if bucket:
-        yield from whole()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class DirectTransport(WeightTransport):

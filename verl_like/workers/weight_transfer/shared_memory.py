@@ -1,5 +1,6 @@
 """Weights in memory that the processes of a node share: the trainer writes them once, the engines map its pages."""
 
+import contextlib
 import fcntl
 import io
 import mmap
@@ -104,20 +105,24 @@ _mapped: dict[SharedPages, _Mapping] = {}
 def pin_pages(exports: Sequence[WeightExport]) -> None:
     """Maps the shared memory of the exports in this process, and pins it there for copies to its GPU.
 
-    It stays pinned as long as it is mapped, so that a version that is written into the same memory finds it so.
+    It stays pinned as long as it is mapped. Memory that is gone or written anew is left to the check of the weights, in
+    which all ranks agree on it. A driver that does not pin what this process may only read is named by a warning.
     """
     for pages in [bucket.data for export in exports for bucket in export.buckets]:
-        if not isinstance(pages, SharedPages):
-            continue
-        np.asarray(pages)  # maps them
-        mapping = _mapped[pages]
-        if mapping.was_pinned:
-            continue
-        mapping.was_pinned = True
-        try:
-            pin(mapping.array, read_only=True)
-        except torch.AcceleratorError as error:
-            warnings.warn(f"The driver does not pin shared weights ({error}): they are copied slowly.", stacklevel=2)
+        if isinstance(pages, SharedPages):
+            with contextlib.suppress(WeightSyncError):
+                np.asarray(pages)  # maps them
+                _pin_once(_mapped[pages])
+
+
+def _pin_once(mapping: _Mapping) -> None:
+    if mapping.was_pinned:
+        return
+    mapping.was_pinned = True
+    try:
+        pin(mapping.array, read_only=True)
+    except torch.cuda.CudaError as error:
+        warnings.warn(f"The driver does not pin shared weights ({error}): they are copied slowly.", stacklevel=2)
 
 
 class _Segment:
