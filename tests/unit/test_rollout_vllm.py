@@ -37,13 +37,14 @@ def test_what_torch_has_cached_is_not_what_the_engine_needs_to_wake_up(monkeypat
     assert engine._given_back == 32 * GB
 
 
-def test_sums_over_a_replicas_ranks_have_an_order_unless_the_user_asks_for_flashinfer(monkeypatch: pytest.MonkeyPatch):
+def test_sums_over_a_replicas_ranks_have_an_order_unless_the_user_asks_for_another(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     engine = object.__new__(VllmEngine)
     engine.device = "cpu"
-    os.environ.pop("VLLM_ALLREDUCE_USE_FLASHINFER", None)
-    engine._prepare_import()
-    assert os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
-    os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "1"
-    engine._prepare_import()
-    assert os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "1"
+    for name in ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_SYMM_MEM"):
+        os.environ.pop(name, None)
+        engine._prepare_import()
+        assert os.environ[name] == "0"
+        os.environ[name] = "1"
+        engine._prepare_import()
+        assert os.environ[name] == "1"

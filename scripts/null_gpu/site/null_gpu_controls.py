@@ -22,20 +22,20 @@ time.sleep(600)
 
 def flipped_weight(weight_sync: ModuleType) -> None:
     """A value of each bucket changes its sign after it was packed."""
-    pack_bucket = weight_sync._pack_bucket
+    pack = weight_sync._pack
 
     def flip(*arguments: Any) -> Any:
-        bucket = pack_bucket(*arguments)
-        bucket.data[3:4] ^= 0x80  # the sign of the first float32, or of the second bfloat16
-        return bucket
+        data = pack(*arguments)
+        data[3:4] ^= 0x80  # the sign of the first float32, or of the second bfloat16
+        return data
 
-    weight_sync._pack_bucket = flip
+    weight_sync._pack = flip
 
 
 def wrong_device(packing: ModuleType) -> None:
-    """The labels of a packed batch lie on the CPU."""
-    pack = packing.pack
-    packing.pack = lambda rows: dataclasses.replace(batch := pack(rows), labels=batch.labels.cpu())
+    """The labels of a packed batch stay on the CPU."""
+    on = packing.PackedBatch.on
+    packing.PackedBatch.on = lambda batch, device: dataclasses.replace(on(batch, device), labels=batch.labels)
 
 
 def memory_of_another(gpu_worker: ModuleType) -> None:

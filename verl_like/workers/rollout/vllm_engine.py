@@ -61,6 +61,8 @@ class VllmEngine(RolloutEngine):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # FlashInfer's all-reduce adds in no fixed order, so that a run could not be repeated, and needs nvcc.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+        # Nor is symmetric memory tried, whose processes would look for each other's GPUs: each sees its own alone.
+        os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         if self.device == "cpu":
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the process's share of the cores is set by its group
             # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it ever saves on CPU.
