@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from verl_like.trainer import run
 from verl_like.trainer.config import PPOConfig, load_config, load_ppo_config
+from verl_like.trainer.config.run_config import RecordConfig, RunConfig
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.memory import ModelSize, require_memory
 from verl_like.trainer.memory_pools import check_memory, memory_phases, planned_pools
@@ -178,6 +179,14 @@ def test_the_smallest_gpu_of_the_machine_counts_where_the_run_starts_its_own_ray
         check_memory(script_config(deepseek_7b, *tight, "actor_rollout_ref.actor.ema_decay=0.9"))
     assert check_memory(script_config(deepseek_7b, *tight, "ray_kwargs.ray_init.address=auto")) == []
     assert check_memory(script_config(deepseek_7b, *tight, "device=cpu")) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_models_of_somebodys_own_trainer_are_not_counted():
+    class Descent(RunConfig):
+        base_name = "descent"
+
+    assert check_memory(Descent(trainer=RecordConfig(project_name="p", experiment_name="e"))) == []
 
 
 @pytest.mark.usefixtures("two_gpus")

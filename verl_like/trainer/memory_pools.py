@@ -48,9 +48,10 @@ def check_memory(config: RunConfig) -> list[str]:
 
     Raises ValueError if what is certain does not fit. On a cluster that the run joins, the driver cannot see the GPUs.
     """
-    trainer: Any = config.trainer
+    if not isinstance(config, PPOConfig | SupervisedConfig):  # of somebody's own trainer
+        return []
     joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
-    if trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
+    if config.trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
         return []
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     device_bytes = min(device.total_memory for device in devices)
