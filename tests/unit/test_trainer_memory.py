@@ -186,7 +186,7 @@ def test_the_models_of_somebodys_own_trainer_are_not_counted():
     class Descent(RunConfig):
         base_name = "descent"
 
-    assert check_memory(Descent(trainer=RecordConfig(project_name="p", experiment_name="e"))) == []
+    assert check_memory(Descent(trainer=RecordConfig(experiment_name="e", default_local_dir="f"))) == []
 
 
 @pytest.mark.usefixtures("two_gpus")
