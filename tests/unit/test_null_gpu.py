@@ -231,7 +231,9 @@ def test_the_known_waits_are_within_their_bound_and_a_new_place_or_one_wait_more
     assert list(known) == [scenario.name for scenario in waits.SCENARIOS]
     assert not [fault for name, counted in known.items() for fault in waits.faults_of(name, counted, known)]
     counted = {"waits": 11, "micro_batches": 4, "optimizer_steps": 2, "places": {"critic.py:_predict: aten.nonzero": 1}}
+    counted["by_torch"] = {"throughput.py: torch.cuda.synchronize()": 1}
     assert waits.faults_of("critic", counted, known) == [
         "critic: 11 waits, at most 10",
         "critic: waits in a new place, critic.py:_predict: aten.nonzero",
+        "critic: waits in a new place, throughput.py: torch.cuda.synchronize()",
     ]
