@@ -354,9 +354,9 @@ def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
         for phase in phases:
             if phase.certain > device_bytes:
                 raise ValueError(
-                    f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, lower "
-                    "actor_rollout_ref.rollout.gpu_memory_utilization, or set param_offload and optimizer_offload of "
-                    "an fsdp_config (docs/memory.md has the sums)."
+                    f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, set "
+                    "param_offload and optimizer_offload of an fsdp_config, or, if the engine's share is in the sum, "
+                    "lower actor_rollout_ref.rollout.gpu_memory_utilization (docs/memory.md has the sums)."
                 )
         largest = max(phases, key=lambda phase: phase.total)
         over = " - may not fit: smaller micro-batches or offload may be needed" if largest.total > device_bytes else ""
