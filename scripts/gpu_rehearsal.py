@@ -30,7 +30,7 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from scripts.gpu_rehearsal_runs import DRIFT_METRIC, RUNS, Run  # noqa: E402
+from scripts.gpu_rehearsal_runs import DRIFT_METRIC, KL_METRIC, RUNS, Run  # noqa: E402
 from scripts.null_gpu.build import LIBRARY, build, environment, require_compiler  # noqa: E402
 
 BUILD = ROOT / "build"
@@ -222,8 +222,8 @@ def judge(run: Run) -> Result:
         result.faults.append(f"ended with {code} after {len(steps)} of {run.num_steps} steps: {folder}/log.txt")
     elif run.equal_to:
         _compare_numbers(run, rows, result)
-    elif run.measure == DRIFT_METRIC:
-        drifts = [row[DRIFT_METRIC] for row in steps]
+    elif run.measure in (DRIFT_METRIC, KL_METRIC):
+        drifts = [abs(row[run.measure]) for row in steps]
         result.numbers = f"drift {', '.join(f'{drift:.1e}' for drift in drifts)}"
         result.faults += [f"drift {drift:.1e} is above {DRIFT:.0e}" for drift in drifts if not drift <= DRIFT]
     else:
@@ -291,7 +291,7 @@ def _is_possible_here(run: Run) -> bool:
     """Whether this machine has the GPUs and the packages of a run, and the run is no control."""
     listed = subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True, timeout=60).stdout
     is_vllm_there = importlib.util.find_spec("vllm") is not None
-    needs_vllm = run.measure == DRIFT_METRIC and "actor_rollout_ref.rollout.name=hf" not in run.overrides
+    needs_vllm = run.measure in (DRIFT_METRIC, KL_METRIC) and "actor_rollout_ref.rollout.name=hf" not in run.overrides
     return run.num_gpus <= len(listed.splitlines()) and not run.refused_with and (is_vllm_there or not needs_vllm)
 
 

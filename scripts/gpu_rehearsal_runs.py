@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DRIFT_METRIC = "training/rollout_probs_diff_mean"
+KL_METRIC = "actor/rollout_kl"
+"""Of an update, between the probabilities of the engine that drew and those of the trainer: of the first update of a
+version it is drift."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,13 @@ RUNS = (
         "detached_vllm",
         "detached, one maker and one trainer, vLLM",
         "algorithm.rollout_correction.bypass_mode=false",  # so that the trainer's probabilities are compared
+    ),
+    detached(
+        "detached_nccl",
+        "detached GRPO, one maker and one trainer, vLLM, NCCL",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",  # one update, so that the KL divergence is drift
+        "actor_rollout_ref.rollout.weight_transport=nccl",
+        measure=KL_METRIC,
     ),
     ppo(
         "ppo_colocated_ipc",

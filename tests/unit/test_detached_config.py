@@ -14,6 +14,7 @@ from verl_like.trainer.detached.maker_holder import check_maker
 from verl_like.trainer.detached.run_detached import check_detached_inputs, check_trainer
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer, register_trainer
+from verl_like.trainer.ppo_workers import build_role_worker_mapping
 
 
 class BeginningMaker(ExperienceMaker):
@@ -89,7 +90,14 @@ def config_of(*overrides: str) -> DetachedConfig:
         (["actor_rollout_ref.rollout.dtype=bfloat16"], "a maker's copy of the actor would compute other"),
         (
             ["actor_rollout_ref.rollout.weight_transport=nccl", "trainer.device=cuda"],
-            "nccl needs one driver; set gloo",
+            "nccl loads engines alone, but a maker has a copy of the actor",
+        ),
+        (
+            [
+                *("actor_rollout_ref.rollout.weight_transport=ipc", "trainer.device=cuda"),
+                "role_mapping.rollout=trainer_pool",
+            ],
+            "ipc opens memory of one GPU, but makers and trainers have GPUs of their own",
         ),
         (
             ["detached.num_makers=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
@@ -206,3 +214,14 @@ def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(monk
     with pytest.raises(ValueError, match=message):
         register_trainer(TrainerOfOtherPrompts)
     assert get_trainer() is TrainerOfAnotherMaker
+
+
+def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_loads():
+    nccl = ["actor_rollout_ref.rollout.weight_transport=nccl", "device=cuda", "actor_rollout_ref.rollout.name=vllm"]
+    config = config_of(*nccl, "algorithm.rollout_correction.bypass_mode=true")
+    assert config.maker_roles == ["rollout", "critic"]
+    mapping = build_role_worker_mapping(config, {})
+    assert mapping["critic"].kwargs["weight_transport"] == "object_store"
+    assert mapping["actor"].kwargs["config"].rollout.weight_transport == "nccl"
+    gloo = build_role_worker_mapping(config_of("actor_rollout_ref.rollout.weight_transport=gloo"), {})
+    assert gloo["critic"].kwargs["weight_transport"] == "gloo"

@@ -136,6 +136,41 @@ def test_weights_that_do_not_come_are_named_with_their_version_and_trainer(monke
         holder.load_newest_weights()
 
 
+def test_a_maker_of_nccl_loads_the_weights_that_the_trainer_holds_for_it_and_has_them_sent(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What it was pushed is older by then."""
+    asked: list[Any] = []
+
+    class Asked:
+        @classmethod
+        def asked(cls, *call: Any, timeout: float) -> str:
+            asked.append((*call, timeout))
+            return "a future"
+
+    def ask(*call: Any, timeout: float) -> PushedWeights:
+        asked.append((*call, timeout))
+        return PushedWeights(6, {"actor": SimpleNamespace(parts=[])}, ("10.0.0.7", 4321))
+
+    loaded: list[Any] = []
+    nccl = ["actor_rollout_ref.rollout.weight_transport=nccl", "device=cuda", "actor_rollout_ref.rollout.name=vllm"]
+    config = config_of(*nccl, "algorithm.rollout_correction.bypass_mode=true", "trainer.call_timeout_s=7")
+    run = SimpleNamespace(maker=SimpleNamespace(load_weights=loaded.append), groups={"rollout": None})
+    own = {"name": "maker_1", "name_in_ledger": "maker_1.2", "version": 4, "trainer_names": ["trainer_0"]}
+    holder = maker(config=config, pushed=PushedWeights(5, {}), run=run, recorder=SideRecorder("m", node=""), **own)
+    names = inspect.unwrap(type(holder).load_newest_weights).__globals__
+    monkeypatch.setitem(names, "ask", ask)
+    monkeypatch.setitem(names, "Question", Asked)
+    monkeypatch.setattr(ray, "get", lambda references, timeout: None)
+    holder.load_newest_weights()
+    assert asked == [("trainer_0", "hold_weights", "maker_1", "maker_1.2", 21.0)]
+    assert holder.version == 6 and (loaded[0].version, loaded[0].address) == (6, ("10.0.0.7", 4321))
+    assert loaded[0].send(4) == "a future"
+    assert asked[1] == ("trainer_0", "send_weights", "maker_1.2", 4, 7.0)
+    holder.load_newest_weights()
+    assert len(loaded) == 1  # it has the newest
+
+
 def test_experience_is_sent_when_the_trainers_have_what_was_sent_before():
     events: list[str] = []
     config = config_of()

@@ -1,6 +1,7 @@
 """A trainer of detached training, in one process: where it meets the others, and what it learns from."""
 
 import inspect
+import threading
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ from test_detached_config import IN_FLIGHT, config_of
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
-from verl_like.trainer.detached.side import SideRecorder
+from verl_like.trainer.detached.side import PushedWeights, SideRecorder
+from verl_like.trainer.detached.weight_turns import WeightTurns
 from verl_like.trainer.learner import Update
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.planning.flops import ModelCost
@@ -119,6 +122,7 @@ def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_aft
         buffer=SimpleNamespace(take=lambda *_: ([0, 1], batch), metrics=deque()),
         ledger=SimpleNamespace(trained=lambda *_: {"trained": 2}, last_step=lambda: 5, state=lambda: {"next": 9}),
         comparisons=SimpleNamespace(in_step=True, awaited=(), begin_step=list),
+        turns=WeightTurns("trainer_2", limit_s=60),
         model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
         start=lambda: None,
         push=lambda: pushed.append(side.learner.version),
@@ -134,3 +138,59 @@ def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_aft
     ]
     written = {"actor/checkpoint/rank_0.safetensors": {"bytes": 7}}
     assert list(side.recorder.files) == [(step, written) for step in (2, 4, 5)]
+
+
+class Sender(Worker):
+    """Notes to whom it is to send."""
+
+    calls: list[tuple[str, int]] = []  # noqa: RUF012
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def address_for(self, receivers: str) -> tuple[str, int] | None:
+        return None if self.rank else ("10.0.0.7", 4000 + len(receivers))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, num_receivers: int, receivers: str) -> None:
+        if receivers == "maker_1.3":
+            raise CallTimeout("actor", "send_weights", 7.0, "rank(s) [0] of 2")
+        self.calls.append((receivers, num_receivers))
+
+
+def sending_trainer(version: int, pushed: PushedWeights | None) -> Any:
+    actor = LocalWorkerGroup(ClassWithInitArgs(Sender), world_size=2, role="actor")
+    side = trainer(
+        config_of(),
+        learner=SimpleNamespace(version=version),
+        groups={"actor": actor},
+        turns=WeightTurns("trainer_0", limit_s=60),
+        comparisons=SimpleNamespace(in_step=False, awaited=(), begin_step=list),
+        pushed=pushed,
+    )
+    side.push = lambda: vars(side).update(pushed=PushedWeights(side.learner.version, {"actor": "newest"}))
+    return side
+
+
+@pytest.mark.parametrize(("version", "exports"), [(4, "pushed"), (5, "newest")])
+def test_a_maker_gets_the_weights_that_the_actor_has_and_the_next_step_comes_after_it_has_loaded_them(
+    version: int, exports: str
+):
+    side = sending_trainer(version, PushedWeights(4, {"actor": "pushed"}))
+    Sender.calls.clear()
+    held = side.hold_weights("maker_1", "maker_1.2")
+    assert held == PushedWeights(version, {"actor": exports}, ("10.0.0.7", 4009))
+    step = threading.Thread(target=side.begin_step, args=(version,), daemon=True)
+    step.start()
+    step.join(0.1)
+    assert step.is_alive() and not Sender.calls
+    side.send_weights("maker_1.2", 3)
+    step.join(60)
+    assert not step.is_alive() and Sender.calls == [("maker_1.2", 3)] * 2  # both ranks gather
+
+
+def test_weights_that_do_not_reach_a_maker_end_the_trainer():
+    side = sending_trainer(2, None)
+    side.hold_weights("maker_1", "maker_1.3")
+    with pytest.raises(CallTimeout):
+        side.send_weights("maker_1.3", 1)
+    with pytest.raises(CallTimeout, match="actor.send_weights"):
+        side.begin_step(2)

@@ -57,6 +57,27 @@ def test_the_ranks_announce_every_parameter_once_without_values_and_where_rank_0
     assert announce(transport, 0, 2).address == exports[0].address  # of each version
 
 
+def test_each_group_of_receivers_joins_once_at_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    joins: list[tuple[str, int, int]] = []
+
+    class Noting(NcclTransport):
+        def _join(self, host: str, port: int, world_size: int) -> str:
+            joins.append((host, port, world_size))
+            return f"group {len(joins)}"
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    transport, groups = Noting(), []
+    for receivers, num_receivers in (("maker_0.1", 2), ("maker_1.1", 4), ("maker_0.1", 2)):
+        with transport.joined(0, num_receivers, receivers):
+            groups.append(transport._group)
+    first, second = transport.address(0, "maker_0.1"), transport.address(0, "maker_1.1")
+    assert first != second and first[0] == "127.0.0.2"
+    assert joins == [(*first, 3), (*second, 5)] and groups == ["group 1", "group 2", "group 1"]
+    assert transport.address(1, "maker_0.1") is None
+    with transport.joined(1, 2, "maker_0.1"):
+        assert len(joins) == 2  # other ranks only gather
+
+
 def test_trainer_and_replicas_meet_in_vllms_own_store_under_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferInitInfo
@@ -154,6 +175,29 @@ class Rollout(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: str, version: int) -> None:
         Actor.calls.append(f"load {exported} {version}")
+
+
+def test_an_actor_of_another_driver_sends_where_the_weights_say_so() -> None:
+    loads: list[dict[str, Any]] = []
+    sent: list[int] = []
+
+    class Group:
+        world_size = 3
+
+        def load_weights(self, exported: str, **options: Any) -> None:
+            assert sent == [3], "nobody sends yet"
+            loads.append(options)
+
+    def send(num_receivers: int) -> Any:
+        sent.append(num_receivers)
+        return SimpleNamespace(get=lambda: sent.append(0))
+
+    nothing = dict.fromkeys(("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer"))
+    config = load_ppo_config([*REQUIRED, *SMALL, *OWN_POOL, f"{KEY}=nccl"])
+    maker = ExperienceMaker(config=config, groups={"rollout": Group()}, **nothing)
+    maker.load_weights(Weights("exported", 7, send, ("10.0.0.7", 4321)))
+    assert loads == [{"version": 7, "address": ("10.0.0.7", 4321)}]
+    assert sent == [3, 0]  # the sender was waited for
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ class Weights:
 
     exported: Future[Any] | ForwardedFuture
     version: int
+    send: Callable[[int], Any] | None = None
+    """Has another driver's actor send them to so many processes, which load them meanwhile; returns a future."""
+    address: tuple[str, int] | None = None
+    """Where that actor waits for these processes."""
 
 
 @dataclass(kw_only=True)
@@ -136,9 +140,12 @@ class ExperienceMaker:
         With `checks_first` they keep what they have where something else came: see `RolloutEngine.load_weights`.
         """
         rollout = self.groups[Role.Rollout]
-        sends = self.config.actor_rollout_ref.rollout.sends_directly
-        sent = self.groups[Role.Actor].send_weights.remote(rollout.world_size) if sends else None
-        options = {} if checks_first else {"checks_first": False}
+        sent = None
+        if self.config.actor_rollout_ref.rollout.sends_directly:
+            send = weights.send or self.groups[Role.Actor].send_weights.remote
+            sent = send(rollout.world_size)
+        options: dict[str, Any] = {} if checks_first else {"checks_first": False}
+        options |= {"address": weights.address} if weights.address else {}
         rollout.load_weights(weights.exported, version=weights.version, **options)
         if sent:
             sent.get()

@@ -36,7 +36,9 @@ def build_role_worker_mapping(
     actor = {"total_training_steps": actor_steps}
     actor |= {"with_sum_pi_squared": True} if "sum_pi_squared" in config.estimator_needs else {}
     critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
-    critic |= {"weight_transport": config.actor_rollout_ref.rollout.weight_transport}
+    rollout = config.actor_rollout_ref.rollout
+    # What goes straight into engines does not reach a detached maker's copy of the critic.
+    critic |= {"weight_transport": "object_store" if rollout.sends_directly else rollout.weight_transport}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
         Role.Actor: (ActorWorker, policy | actor),
         Role.Rollout: (RolloutWorker, policy | {"seed": seed}),

@@ -150,15 +150,24 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def send_weights(self, num_receivers: int) -> None:
-        """With `rollout.sends_directly`: sends the weights to all processes that load the last export."""
+    def send_weights(self, num_receivers: int, receivers: str = "") -> None:
+        """With `rollout.sends_directly`: sends the weights to all processes that load the last export.
+
+        Where several rollout groups load them, one after the other, `receivers` names the group.
+        """
         assert isinstance(self.weight_transport, DirectTransport)
-        with self.weight_transport.joined(self.rank, num_receivers), self.engine.on_device():
+        with self.weight_transport.joined(self.rank, num_receivers, receivers), self.engine.on_device():
             dtype = getattr(torch, self.export_dtype)
             # No name keeps the weights on the device.
             self.weight_transport.send(
                 in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()), self.rank
             )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def address_for(self, receivers: str) -> tuple[str, int] | None:
+        """With `rollout.sends_directly`: where rank 0 waits for these receivers; None on other ranks."""
+        assert isinstance(self.weight_transport, DirectTransport)
+        return self.weight_transport.address(self.rank, receivers)
 
     def policy_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -42,11 +43,20 @@ class RolloutWorker(ActorRolloutRefWorker):
         self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: list[WeightExport], version: int, checks_first: bool = True) -> str:
+    def load_weights(
+        self,
+        exported: list[WeightExport],
+        version: int,
+        checks_first: bool = True,
+        address: tuple[str, int] | None = None,
+    ) -> str:
         """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`.
 
-        `checks_first`: see `RolloutEngine.load_weights`.
+        `checks_first`: see `RolloutEngine.load_weights`. `address` is where the actor's rank 0 waits for this group, if
+        not where its export says.
         """
+        if address:
+            exported = [replace(export, address=None if export.rank else address) for export in exported]
         received = self.weight_transport.receive(exported, self)
         return self.rollout.load_weights(received, version, checks_first=checks_first)
 

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +23,7 @@ from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, remote, side_named
+from verl_like.trainer.detached.weight_turns import WeightTurns
 from verl_like.trainer.experience_maker import Experience
 from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.metrics import batch_metrics
@@ -58,6 +60,8 @@ class DetachedPPOTrainer(Side):
         makers = () if self.index else experience_maker_holder_name_list
         # As long as the first step waits for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
+        # As long as it takes to send them, and before that for a maker to be started again.
+        self.turns = WeightTurns(self.name, 3 * config.trainer.call_timeout_s)
         self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
         self.pending: PendingCheckpoint | None = None
 
@@ -133,6 +137,7 @@ class DetachedPPOTrainer(Side):
                     if is_last:
                         save_models(self.learner.trained, folder)
                         self.report_files(wait=True)
+            self.turns.end_step()  # now that no call of the workers is under way
             now = time.time()
             seconds = {"step": now - step_started} | self.recorder.seconds
             metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]
@@ -149,6 +154,7 @@ class DetachedPPOTrainer(Side):
         if self.comparisons.awaited and self.pushed and self.pushed.version < version:
             self.push()  # out of turn, for they cannot be compared with others
         self.recorder.notes += self.comparisons.begin_step()
+        self.turns.begin_step()  # makers load the weights before they are compared
 
     @ray.method(concurrency_group="weights")
     def score_greedy(self, maker: str, version: int, drawn: list[DataProto]) -> list[torch.Tensor] | None:
@@ -162,6 +168,25 @@ class DetachedPPOTrainer(Side):
             has_weights=lambda: version == self.learner.version,
             compute=lambda: engine_check.log_probs_of(actor, drawn),
         )
+
+    @ray.method(concurrency_group="weights")
+    def hold_weights(self, maker: str, receivers: str) -> PushedWeights:
+        """The newest weights for a maker, whose engines are `receivers`; they stay as they are until `send_weights`.
+
+        Waits until no step runs and no other maker loads. With `rollout.weight_transport=nccl`.
+        """
+        self.turns.begin_loading(maker)
+        if self.pushed is None or self.pushed.version < self.learner.version:
+            self.push()
+        assert self.pushed is not None
+        address, *_ = self.groups[Role.Actor].address_for(receivers)
+        return replace(self.pushed, address=address)
+
+    @ray.method(concurrency_group="buffer")
+    def send_weights(self, receivers: str, num_receivers: int) -> None:
+        """Sends the weights to the maker that holds them, whose `num_receivers` processes load them meanwhile."""
+        with self.turns.loading():
+            self.groups[Role.Actor].send_weights.remote(num_receivers, receivers).get()
 
     def report_files(self, wait: bool) -> None:
         """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""

@@ -28,6 +28,7 @@ from verl_like.trainer.detached.side import (
     EnvInfo,
     ModelFn,
     PushedWeights,
+    Question,
     Side,
     ask,
     remote,
@@ -320,6 +321,8 @@ class ExperienceMakerHolder(Side):
             if (weights := self.pushed) is None or weights.version <= self.version:
                 return
             with self.recorder.timer("update_weights"):
+                if self.config.actor_rollout_ref.rollout.sends_directly:
+                    weights = self.hold_weights()
                 headers = [part.header for export in weights.exports.values() for part in export.parts]
                 try:
                     ray.get(headers, timeout=deadline_s)
@@ -329,8 +332,7 @@ class ExperienceMakerHolder(Side):
                 except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                     return
                 try:
-                    of_actor = Weights(weights.exports[Role.Actor], weights.version)
-                    self.run.maker.load_weights(of_actor)
+                    self.run.maker.load_weights(self.weights_of_actor(weights))
                     for role in self.run.groups.keys() & set(TRAINED):
                         self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
                 except WorkerError as error:
@@ -344,6 +346,21 @@ class ExperienceMakerHolder(Side):
                 else:
                     self.version = weights.version
                     return
+
+    def hold_weights(self) -> PushedWeights:
+        """The newest weights, which the first trainer does not change before it has sent them."""
+        deadline_s = 3 * self.config.trainer.call_timeout_s  # a step of the trainer may be under way
+        return ask(self.trainer_names[0], "hold_weights", self.name, self.name_in_ledger, timeout=deadline_s)
+
+    def weights_of_actor(self, weights: PushedWeights) -> Weights:
+        """What the engines load; where the trainer waits for them, it sends the values meanwhile."""
+
+        def send(num_receivers: int) -> Question:
+            arguments = self.name_in_ledger, num_receivers
+            deadline_s = self.config.trainer.call_timeout_s
+            return Question.asked(self.trainer_names[0], "send_weights", *arguments, timeout=deadline_s)
+
+        return Weights(weights.exports[Role.Actor], weights.version, send, weights.address)
 
     def validation_is_due(self) -> bool:
         """Whether this maker is to validate: before training, and with the first version after every `test_freq`."""

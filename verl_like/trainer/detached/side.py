@@ -46,6 +46,8 @@ class PushedWeights:
 
     version: int
     exports: Mapping[str, ForwardedFuture]
+    address: tuple[str, int] | None = None
+    """Where the actor waits for the maker that asked, with `rollout.weight_transport=nccl`."""
 
 
 @dataclass
@@ -131,14 +133,33 @@ def side_died(name: str, method: str, error: Exception) -> WorkerDied:
     return WorkerDied(name, 0, "?", 0, method, str(error).strip().splitlines()[-1])
 
 
+@dataclass(frozen=True)
+class Question:
+    """A call of another side, which may still be at work."""
+
+    name: str
+    method: str
+    answer: Any
+    timeout: float
+
+    @classmethod
+    def asked(cls, name: str, method: str, *args: Any, timeout: float) -> "Question":
+        """Calls the side; raises WorkerDied if there is none of this name."""
+        return cls(name, method, getattr(side_named(name), method).remote(*args), timeout)
+
+    def get(self) -> Any:
+        """The answer. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds from now on."""
+        try:
+            return ray.get(self.answer, timeout=self.timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise CallTimeout(self.name, self.method, self.timeout, self.name) from None
+        except GONE as error:
+            raise side_died(self.name, self.method, error) from None
+
+
 def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
     """The answer of another side. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds."""
-    try:
-        return ray.get(getattr(side_named(name), method).remote(*args), timeout=timeout)
-    except ray.exceptions.GetTimeoutError:
-        raise CallTimeout(name, method, timeout, name) from None
-    except GONE as error:
-        raise side_died(name, method, error) from None
+    return Question.asked(name, method, *args, timeout=timeout).get()
 
 
 class LedgerHandle:

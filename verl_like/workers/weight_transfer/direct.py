@@ -2,6 +2,7 @@
 
 import operator
 import os
+import socket
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,20 +36,33 @@ class DirectTransport(WeightTransport):
     """An export says which parameters come, and what they must be; `send` brings the values while an engine loads."""
 
     allocate = None  # no memory of the host
-    _address: tuple[str, int] | None = None
-    _group: Any = None
+
+    def __init__(self) -> None:
+        self._ports: dict[str, tuple[socket.socket, int]] = {}
+        self._groups: dict[str, Any] = {}
+        """vLLM's group of rank 0 and some receivers, by their name. That of a maker that has died stays, since its end
+        would be a wait for that maker."""
+        self._group: Any = None
+        """That of the receivers which load now, on rank 0."""
+
+    def address(self, rank: int, receivers: str = "") -> tuple[str, int] | None:
+        """Where rank 0 waits for these receivers, who join it once; None on the other ranks."""
+        if rank > 0:
+            return None
+        if receivers not in self._ports:
+            self._ports[receivers] = reserve_port()
+        return os.environ["MASTER_ADDR"], self._ports[receivers][1]
 
     def publish(self, export: WeightExport) -> WeightExport:
-        if export.rank == 0 and self._address is None:
-            self._reserved, port = reserve_port()
-            self._address = os.environ["MASTER_ADDR"], port
-        return replace(export, address=self._address)
+        return replace(export, address=self.address(export.rank))
 
     @contextmanager
-    def joined(self, rank: int, num_receivers: int) -> Iterator[None]:
+    def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
         """Around `send`, on all ranks of the trainer; at the first time rank 0 waits 5 minutes for the receivers."""
-        if rank == 0 and self._group is None:
-            self._group = self._join(*self._address, 1 + num_receivers)
+        if address := self.address(rank, receivers):
+            if receivers not in self._groups:
+                self._groups[receivers] = self._join(*address, 1 + num_receivers)
+            self._group = self._groups[receivers]
         yield
 
     @abstractmethod
@@ -93,8 +107,8 @@ class IpcTransport(DirectTransport):
         return StatelessProcessGroup.create(host, port, 0, world_size)
 
     @contextmanager
-    def joined(self, rank: int, num_receivers: int) -> Iterator[None]:
-        with super().joined(rank, num_receivers):
+    def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
+        with super().joined(rank, num_receivers, receivers):
             self._barrier(rank)  # the engines are awake: they asked for their memory before it is taken here
             yield
             self._barrier(rank)  # and it is free again before they wake up the cache
