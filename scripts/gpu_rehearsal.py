@@ -38,6 +38,7 @@ GPU_ENV, NULL_GPU, WORK = BUILD / "gpu_env", BUILD / "null_gpu", BUILD / "gpu_re
 ON_GPU = "--on-gpu" in sys.argv
 PYTHON = Path(sys.executable) if ON_GPU else GPU_ENV / ".venv/bin/python"
 LOSS_DIFFERENCE = 1e-3  # of a step's loss from the same run on the CPU, and of a loss above 1 this share
+MOST_HOST_BYTES = 16e9  # of a run without numbers
 DRIFT = 2e-3  # mean difference of the probabilities of engine and trainer
 TIMES = re.compile(r"timing_s/|(.*/)?perf/|reward/early_ratio")
 """Metrics that two equal runs have different numbers of."""
@@ -51,6 +52,10 @@ class Result:
     seconds: float
     numbers: str = ""
     faults: list[str] = field(default_factory=list)
+    device_bytes: int = 0
+    """The most that was held of any device."""
+    host_bytes: int = 0
+    """By how much the free memory of the machine fell."""
 
 
 def make_environment() -> None:
@@ -139,6 +144,9 @@ def _environment(run: Run) -> dict[str, str]:
     if ON_GPU:
         return _common()
     variables = _on_null_gpus(_device_name(run), run.num_gpus, run.gpu_bytes)
+    if not run.has_numbers:
+        variables |= {"NULL_GPU_NUMBERS": "0", "NULL_GPU_SIZES": "1", "NULL_GPU_LARGEST_COPY": str(1 << 20)}
+        del variables["TRITON_INTERPRET"]
     variables |= {"NULL_GPU_CONTROL": run.control, "NULL_GPU_LOG": str(_said_by_null_gpu(WORK / run.name))}
     # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs the cache.
     return variables | ({} if run.caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -153,23 +161,27 @@ def _device_name(run: Run) -> str:
     return f"rehearsal_{os.getpid()}_{run.name}"
 
 
-def start(run: Run, folder: Path, *, device: str) -> tuple[int, float]:
-    """Does a run in a new folder, with its output in log.txt; its exit code, -9 at its time limit, and seconds."""
+def start(run: Run, folder: Path, *, device: str) -> tuple[int, Result]:
+    """Does a run in a new folder, with its output in log.txt; its exit code, -9 at its time limit, and what it took."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / ".toy_world").symlink_to(WORK / ".toy_world")
-    began = time.monotonic()
+    began, free_before = time.monotonic(), free_memory()
+    least_free = free_before
     with (folder / "log.txt").open("w") as log:
         if run.killed_after:
             with _process(run, folder, device, log) as process:
                 _wait_for_checkpoint(run, folder, process)
         with _process(run, folder, device, log) as process:
-            try:
-                code = process.wait(timeout=run.limit)
-            except subprocess.TimeoutExpired:
-                code = -9
+            deadline = time.monotonic() + run.limit
+            while (code := process.poll()) is None and time.monotonic() < deadline:
+                least_free = min(least_free, free_memory())
+                time.sleep(0.5)
+    held = [most_held(file) for file in files_of_devices(_device_name(run))]
     forget_devices(_device_name(run))
-    return code, time.monotonic() - began
+    seconds = time.monotonic() - began
+    result = Result(seconds, device_bytes=max(held, default=0), host_bytes=free_before - least_free)
+    return -9 if code is None else code, result
 
 
 @contextlib.contextmanager
@@ -195,9 +207,25 @@ def _wait_for_checkpoint(run: Run, folder: Path, process: subprocess.Popen) -> N
         time.sleep(0.2)
 
 
+def files_of_devices(name: str) -> list[Path]:
+    """What the null GPUs of that name know of the processes that use them, a file a device."""
+    return list(Path("/dev/shm").glob(f"null_gpu.{name}.*"))
+
+
+def most_held(file: Path) -> int:
+    """The bytes in the last entry of a device's file: pid, start and bytes, 64 bits each."""
+    return int.from_bytes(file.read_bytes()[-8:], "little")
+
+
 def forget_devices(name: str) -> None:
-    for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
+    for file in files_of_devices(name):
         file.unlink()
+
+
+def free_memory() -> int:
+    """Bytes of the machine that processes may still take."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -209,9 +237,8 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 def judge(run: Run) -> Result:
     """Does the run, and for one whose losses count its reference on the CPU, and compares."""
     folder = WORK / run.name
-    code, seconds = start(run, folder, device="cuda")
+    code, result = start(run, folder, device="cuda")
     log, rows = (folder / "log.txt").read_text(), metrics_of(folder)
-    result = Result(seconds)
     if run.refused_with:
         if code == 0 or not re.search(run.refused_with, log):
             result.faults.append(f"ended with {code} and without: {run.refused_with}")
@@ -220,6 +247,10 @@ def judge(run: Run) -> Result:
     steps = [row for row in rows if run.measure in row]
     if code or len(steps) != run.num_steps:
         result.faults.append(f"ended with {code} after {len(steps)} of {run.num_steps} steps: {folder}/log.txt")
+    elif not run.has_numbers:
+        result.numbers = f"sizes alone; {result.host_bytes / 1e9:.1f} GB of the machine's memory"
+        if result.host_bytes > MOST_HOST_BYTES:
+            result.faults.append(f"the run took {result.host_bytes / 1e9:.1f} GB of the machine's memory")
     elif run.equal_to:
         _compare_numbers(run, rows, result)
     elif run.measure in (DRIFT_METRIC, KL_METRIC):
@@ -287,12 +318,25 @@ def make_null_gpu() -> None:
     check_kernels()
 
 
+def size_in_words(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def replaced_without_numbers() -> dict[str, str]:
+    """Why, by the module in which something is replaced."""
+    sys.path.append(str(ROOT / "scripts/null_gpu/site"))
+    from null_gpu_sizes import REPLACED
+
+    return {module: why for module, (_, why) in REPLACED.items()}
+
+
 def _is_possible_here(run: Run) -> bool:
     """Whether this machine has the GPUs and the packages of a run, and the run is no control."""
     listed = subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True, timeout=60).stdout
     is_vllm_there = importlib.util.find_spec("vllm") is not None
     needs_vllm = run.measure in (DRIFT_METRIC, KL_METRIC) and "actor_rollout_ref.rollout.name=hf" not in run.overrides
-    return run.num_gpus <= len(listed.splitlines()) and not run.refused_with and (is_vllm_there or not needs_vllm)
+    needs_null_gpu = bool(run.refused_with) or not run.has_numbers
+    return run.num_gpus <= len(listed.splitlines()) and not needs_null_gpu and (is_vllm_there or not needs_vllm)
 
 
 def write_page(table: list[str], seconds: float) -> None:
@@ -328,14 +372,18 @@ def main() -> None:
         if folder.name != ".toy_world" and folder.is_dir():
             shutil.rmtree(folder)
     print(f"What the runs need: {time.monotonic() - began:.0f} s", flush=True)
-    lines = ["| run | what | numbers | seconds |", "|---|---|---|---|"]
+    lines = ["| run | what | numbers | most on a device | seconds |", "|---|---|---|---|---|"]
+    if any(not run.has_numbers for run in chosen):
+        print("What is replaced in runs without numbers, because values are garbage:")
+        print("\n".join(f"  {module}: {why}" for module, why in replaced_without_numbers().items()), flush=True)
     failed = []
     for run in chosen:
         result = judge(run)
         said = "FAILED: " + "; ".join(result.faults) if result.faults else result.numbers
         failed += [run.name] if result.faults else []
-        lines.append(f"| {run.name} | {run.what} | {said} | {result.seconds:.0f} |")
-        print(f"{run.name:32} {result.seconds:4.0f} s  {said}", flush=True)
+        held = size_in_words(result.device_bytes)
+        lines.append(f"| {run.name} | {run.what} | {said} | {held} | {result.seconds:.0f} |")
+        print(f"{run.name:32} {result.seconds:4.0f} s  {held:>8}  {said}", flush=True)
     (WORK / "table.md").write_text("\n".join([*lines, ""]))
     if is_whole:
         write_page(lines, time.monotonic() - began)

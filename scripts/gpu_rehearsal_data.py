@@ -1,6 +1,6 @@
 """Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random walks.
 
-Also the toy world's model with a vocabulary that is padded to 256 rows.
+Also the toy world's model with a vocabulary that is padded to 256 rows, and the configuration of a 7B model.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as parquet
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from examples.ilql import walks
 from examples.split_placement import make_toy_world
@@ -39,11 +39,29 @@ def pad_vocabulary(model: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(out)
 
 
+def write_7b(tokenizer: Path, out: Path) -> None:
+    """The configuration of DeepSeek-LLM-7B, without weights, beside the toy world's tokenizer."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=102_400,
+        hidden_size=4096,
+        intermediate_size=11_008,
+        num_hidden_layers=30,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(out)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(out)
+
+
 def main(folder: Path) -> None:
     world = folder / ".toy_world"
     call(make_toy_world.main, "--out", str(world))
     (world / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs(world)))
     pad_vocabulary(world / "model", world / "wide_model")
+    write_7b(world / "model", world / "deepseek_7b")
     call(walks.main, "--out", str(world / "walks"), "--seed", "1")
 
 

@@ -1,5 +1,6 @@
 """The runs of `make gpu-rehearsal`: each is a training command at toy size, and what it has to show."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,12 @@ class Run:
     """A run on the null GPU.
 
     name: also of its folder. what: for the table. module, config: the entry point, and its folder and name below
-    examples/, or none. overrides: of the configuration; `{device}` becomes cuda, or cpu in the reference. measure: the
-    metric that is judged, the drift of engine and trainer by its bound, another as a loss by the CPU's. reference:
-    another run whose losses on the CPU count. killed_after: the run is killed as soon as this step's checkpoint is
-    there, and the same command continues it. equal_to: another run, whose numbers are these. caches_memory: torch keeps
-    freed memory, which vLLM's sleep needs.
+    examples/, or none. script: one whose overrides come before the run's own. overrides: of the configuration;
+    `{device}` becomes cuda, or cpu in the reference. measure: the metric that is judged, the drift of engine and
+    trainer by its bound, another as a loss by the CPU's. reference: another run whose losses on the CPU count.
+    killed_after: the run is killed as soon as this step's checkpoint is there, and the same command continues it.
+    equal_to: another run, whose numbers are these. caches_memory: torch keeps freed memory, which vLLM's sleep needs.
+    has_numbers: without them memory is never filled, as of a model that is too large for this machine.
     control: a fault that null_gpu_controls.py makes. refused_with: the run has to fail, and its output to have this
     pattern.
     """
@@ -36,16 +38,28 @@ class Run:
     reference: str = ""
     killed_after: int = 0
     equal_to: str = ""
+    script: str = ""
+    has_numbers: bool = True
     control: str = ""
     refused_with: str = ""
     limit: int = 900  # seconds
 
     def arguments(self, root: Path, device: str) -> list[str]:
         overrides = [override.format(device=device) for override in self.overrides]
+        if self.script:
+            return [*overrides_of_script(root / self.script), *overrides]
         if self.config is None:
             return overrides
         folder, name = self.config
         return ["--config-dir", str(root / "examples" / folder), "--config-name", name, *overrides]
+
+
+def overrides_of_script(script: Path) -> list[str]:
+    """What a training script gives the entry point, without what its caller adds and its variables say."""
+    _, _, command = script.read_text().partition(" -m verl_like.trainer.main_ppo placement=split ")
+    assert command, f"{script} has another command"
+    words = shlex.split(command.replace("\\\n", " "))
+    return ["placement=split", *(word for word in words if "$" not in word)]
 
 
 def on_examples(
@@ -230,6 +244,35 @@ RUNS = (
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.weight_transport=nccl",
         num_gpus=4,
+    ),
+    Run(
+        "ppo_7b_split",
+        "PPO of a 7B model as run_deepseek7b_llm.sh does it, split over two GPUs of 150 GB; sizes without numbers",
+        "verl_like.trainer.main_ppo",
+        None,
+        (
+            "device={device}",
+            "actor_rollout_ref.model.path=.toy_world/deepseek_7b",
+            "critic.model.path=.toy_world/deepseek_7b",
+            "data.train_files=.toy_world/train.parquet",
+            "data.val_files=.toy_world/test.parquet",
+            "data.train_batch_size=16",
+            "data.max_response_length=16",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+            "actor_rollout_ref.rollout.enforce_eager=true",  # there is nothing to capture
+            # The object store would hold the bytes of the weights, of which these pages are never written.
+            "actor_rollout_ref.rollout.weight_transport=shared_memory",
+            "trainer.n_gpus_per_node=2",
+            "trainer.total_training_steps=2",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
+            "ray_kwargs.ray_init.num_cpus=16",
+        ),
+        measure="timing_s/step",
+        gpu_bytes=150_000_000_000,
+        caches_memory=True,
+        script="examples/split_placement/run_deepseek7b_llm.sh",
+        has_numbers=False,
     ),
     sft(
         "too_large",

@@ -50,7 +50,8 @@ class Gpu:
 
     def __init__(self, library: Path) -> None:
         self.cuda = ctypes.CDLL(str(library))
-        self.cuda.null_gpu_used.restype = ctypes.c_uint64
+        for name in ("null_gpu_used", "null_gpu_most", "null_gpu_pinned"):
+            getattr(self.cuda, name).restype = ctypes.c_uint64
         self.cuda.null_gpu_count.restype = ctypes.c_long
         self.cuda.ncclGetLastError.restype = ctypes.c_char_p
         self.pointers: list[ctypes.c_void_p] = []
@@ -76,6 +77,20 @@ class Gpu:
 
     def used(self, device: int) -> int:
         return self.cuda.null_gpu_used(device)
+
+    def most(self, device: int) -> int:
+        return self.cuda.null_gpu_most(device)
+
+    def pinned_while(self) -> list[int]:
+        """Before anything is pinned, with 300 bytes from CUDA, with 200 more that are registered, and after these."""
+        pointer, memory = ctypes.c_void_p(), ctypes.create_string_buffer(200)
+        sizes = [self.cuda.null_gpu_pinned()]
+        self.cuda.cudaHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(300), 0)
+        sizes.append(self.cuda.null_gpu_pinned())
+        self.cuda.cudaHostRegister(memory, ctypes.c_size_t(200), 0)
+        sizes.append(self.cuda.null_gpu_pinned())
+        self.cuda.cudaHostUnregister(memory)
+        return [*sizes, self.cuda.null_gpu_pinned()]
 
     def nvml_used(self, device: int) -> int:
         handle, memory = ctypes.c_void_p(), (ctypes.c_uint64 * 3)()  # total, free, used
@@ -207,6 +222,7 @@ class GpuProcess:
     """Runs calls of `Gpu` in another process: `start` begins one and `result` waits for it, `call` does both."""
 
     def __init__(self, library: Path, **settings: str) -> None:
+        self.settings = settings
         self.connection, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=_serve, args=(theirs, library, settings), daemon=True)
         self.process.start()

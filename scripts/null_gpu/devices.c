@@ -1,5 +1,6 @@
 // The devices and the bytes that each process holds of them. /dev/shm/null_gpu.NAME.DEVICE has an entry a process; one
-// whose process has ended counts nothing, so nobody has to clean up after a SIGKILL.
+// whose process has ended counts nothing, so nobody has to clean up after a SIGKILL. After these comes an entry of no
+// process: the most bytes that all held together.
 #define _GNU_SOURCE
 #include "null_gpu.h"
 #include <fcntl.h>
@@ -84,7 +85,7 @@ static Entry *lock_table(int device) {
         char path[256];
         snprintf(path, sizeof path, "/dev/shm/null_gpu.%s.%d", setting("NULL_GPU_NAME", "default"), device);
         int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-        size_t bytes = MAX_PROCESSES * sizeof(Entry);
+        size_t bytes = (MAX_PROCESSES + 1) * sizeof(Entry);
         void *entries = file < 0 || ftruncate(file, bytes)
                             ? MAP_FAILED
                             : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -135,9 +136,11 @@ uint64_t device_used(int device) {
 }
 
 bool take_bytes(int device, uint64_t bytes) {
-    Entry *entries = lock_table(device);
-    bool fits = sum_of_living(entries) + bytes <= device_bytes();
+    Entry *entries = lock_table(device), *most = entries + MAX_PROCESSES;
+    uint64_t held = sum_of_living(entries) + bytes;
+    bool fits = held <= device_bytes();
     if (fits) own_entry(entries)->bytes += bytes;
+    if (fits && held > most->bytes) most->bytes = held;
     unlock_table(device);
     return fits;
 }
@@ -164,6 +167,15 @@ EXPORT long null_gpu_count(const char *name) {
 }
 
 EXPORT uint64_t null_gpu_used(int device) { return device_used(device); }
+
+// The most that was held of a device since the last question.
+EXPORT uint64_t null_gpu_most(int device) {
+    Entry *entries = lock_table(device), *most = entries + MAX_PROCESSES;
+    uint64_t held = most->bytes;
+    most->bytes = sum_of_living(entries);
+    unlock_table(device);
+    return held;
+}
 
 void say(const char *format, ...) {
     char text[1024];

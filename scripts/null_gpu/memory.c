@@ -13,6 +13,7 @@
 _Thread_local int current_device;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static void *regions; // a tree of Region, ordered by address
+static uint64_t pinned; // bytes of the host that CUDA gave out, or was shown
 
 // Regions that overlap are equal, so that an address finds the region around it.
 static int compare(const void *left, const void *right) {
@@ -28,6 +29,7 @@ bool remember(Region region) {
     pthread_mutex_lock(&mutex);
     Region **found = tsearch(kept, &regions, compare);
     bool is_new = *found == kept;
+    if (is_new && kept->kind == PINNED) pinned += kept->bytes;
     pthread_mutex_unlock(&mutex);
     if (!is_new) free(kept);
     return is_new;
@@ -49,12 +51,15 @@ bool forget(const void *pointer, Region *region) {
     if (found && (*found)->start == pointer) {
         kept = *found;
         *region = *kept;
+        if (region->kind == PINNED) pinned -= region->bytes;
         tdelete(&byte, &regions, compare);
         free(kept);
     }
     pthread_mutex_unlock(&mutex);
     return kept;
 }
+
+EXPORT uint64_t null_gpu_pinned(void) { return pinned; }
 
 // As with CUDA, a process that was forked after the first use cannot use it.
 int usable(void) {

@@ -192,5 +192,5 @@ def test_weights_that_do_not_reach_a_maker_end_the_trainer():
     side.hold_weights("maker_1", "maker_1.3")
     with pytest.raises(CallTimeout):
         side.send_weights("maker_1.3", 1)
-    with pytest.raises(CallTimeout, match="actor.send_weights"):
+    with pytest.raises(CallTimeout, match=r"actor\.send_weights"):
         side.begin_step(2)

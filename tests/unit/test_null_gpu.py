@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from null_gpu_process import AVERAGE, MAXIMUM, MINIMUM, PRODUCT, SUM, TYPES, GpuProcess
 
+from scripts import gpu_rehearsal
 from scripts.null_gpu import waits
 from scripts.null_gpu.build import build
 
@@ -65,6 +66,21 @@ def test_two_processes_see_each_others_bytes_and_those_of_a_killed_one_are_free(
     first.kill()
     assert second.call("used", 0) == 200_000
     assert (second.call("free"), second.call("used", 0)) == (0, 0)
+
+
+def test_the_most_that_was_held_of_a_device_is_known_until_it_is_asked_for(start: Start):
+    first, second = start(), start()
+    assert (first.call("malloc", 300_000), second.call("malloc", 200_000)) == (0, 0)
+    assert (second.call("free"), first.call("malloc", 100_000)) == (0, 0)
+    assert [second.call("most", device) for device in (0, 1)] == [500_000, 0]
+    assert first.call("most", 0) == 400_000  # what is held since
+    name = first.settings["NULL_GPU_NAME"]
+    second.call("malloc", 500_000)
+    assert gpu_rehearsal.most_held(Path(f"/dev/shm/null_gpu.{name}.0")) == 900_000
+
+
+def test_pinned_memory_is_counted_from_cuda_and_of_the_process(start: Start):
+    assert start().call("pinned_while") == [0, 300, 500, 300]
 
 
 def test_a_process_that_sees_device_1_alone_counts_on_device_1(start: Start):

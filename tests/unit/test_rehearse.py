@@ -79,14 +79,43 @@ def test_a_pool_does_not_fit_where_one_of_its_processes_does_not(pools: list[Poo
 
 
 def test_the_host_memory_of_the_first_node_is_that_of_rank_0_and_of_its_other_processes():
-    def with_heap(rank: int, load: float, save: float) -> Process:
-        heaps = {"model load": load, "model save": save}
-        phases = tuple(Measured(phase, 0, 0, {}, heap=int(heap * GB)) for phase, heap in heaps.items())
+    def with_host(rank: int, **heaps_of_phases: float) -> Process:
+        phases = tuple(
+            Measured(f"model {phase}", 0, 0, {}, heap=int(heap * GB), pinned=GB, shared=GB // 2)
+            for phase, heap in heaps_of_phases.items()
+        )
         return Process(("model",), rank, 6, phases)
 
-    pool = Pool("model_pool", (3, 3), (with_heap(0, 27, 5), with_heap(5, 0.5, 4)))
+    pool = Pool("model_pool", (3, 3), (with_host(0, load=27, save=5), with_host(5, load=0.5, save=4)))
     text, _ = report([pool], 80 * GB, {})
-    assert "Host memory of the first node, 3 processes, at most in model load: 28.0 GB" in text  # 27 + 2 x 0.5
+    # 27 + 2 x 0.5, and 3 times what is pinned and shared.
+    sums = "pinned 3.0 + shared 1.5 + heap 28.0 = 32.5 GB"
+    assert f"Host memory of the first node, 3 training processes, at most in model load: {sums}" in text
     pool = Pool("model_pool", (9,), pool.processes)
     text, _ = report([pool], 80 * GB, {})
-    assert "9 processes, at most in model save: 37.0 GB" in text  # 5 + 8 x 4
+    assert "9 training processes, at most in model save: pinned 9.0 + shared 4.5 + heap 37.0 = 50.5 GB" in text
+
+
+def engine_pool(refusal: str = "") -> Pool:
+    generation = Measured("rollout generation", 34 * GB, 34 * GB, {"weights": 15 * GB, "cache": 17 * GB}, heap=GB)
+    rest = Measured("between calls", 2 * GB, 2 * GB, {}, heap=GB, pinned=15 * GB)
+    note = "Its cache has room for 32,000 tokens: 16 sequences of full length."
+    engine = Process(("rollout",), 0, 4, (generation, rest), note=note, refusal=refusal, is_counted=bool(refusal))
+    return Pool("rollout_pool", (4,), (engine,))
+
+
+def test_an_engine_that_ran_shows_its_cache_and_what_it_pins_while_it_sleeps():
+    text, fits = report([engine_pool()], 85 * GB, {})
+    assert fits
+    assert re.search(r"rollout generation +34\.0 +34\.0 +0\.0 +0\.0 +1\.0  weights 15\.0, cache 17\.0, activ", text)
+    assert "Its cache has room for 32,000 tokens" in text
+    # Level 1 of vLLM's sleep copies an engine's weights to pinned memory: of four engines 60 GB.
+    assert "4 engine processes, at most in between calls: pinned 60.0 + shared 0.0 + heap 4.0 = 64.0 GB" in text
+
+
+def test_an_engine_that_does_not_start_does_not_fit_and_its_error_is_said():
+    error = "ValueError: No available memory for the cache blocks."
+    pool = engine_pool(error)
+    text, fits = report([pool], 85 * GB, {})
+    assert not fits
+    assert f"This does not fit. The engine says: {error} What gives an engine room: a larger" in text

@@ -71,7 +71,7 @@ def test_a_transfer_that_fails_ends_the_next_step_too_with_its_error() -> None:
     turns.begin_loading("maker_0")
     with pytest.raises(CallTimeout, match="actor"), turns.loading():
         raise CallTimeout("actor", "send_weights", 7.0, "rank(s) [0] of 2")
-    with pytest.raises(CallTimeout, match="actor.send_weights"):
+    with pytest.raises(CallTimeout, match=r"actor\.send_weights"):
         turns.begin_step()
 
 

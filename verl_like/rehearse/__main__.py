@@ -14,6 +14,7 @@ from verl_like.rehearse.processes import measure_run, refusal_at
 from verl_like.rehearse.report import most_at_once, report
 from verl_like.trainer.config import ConfigError
 from verl_like.trainer.memory_pools import planned_pools
+from verl_like.trainer.roles import Role
 
 
 def main(arguments: list[str]) -> int:
@@ -38,11 +39,11 @@ def main(arguments: list[str]) -> int:
         "config_dir": options.config_dir,
     }
     planned = planned_pools(config, device_bytes)
-    pools = measure_run(null_gpu, command, planned)
+    pools = measure_run(null_gpu, command, planned, device_bytes)
     refusals = {}
     for pool, planned_pool in zip(pools, planned, strict=True):
         for each in most_at_once(pool):
-            if each.total > device_bytes and not each.process.is_counted:
+            if each.total > device_bytes and Role.Rollout not in each.process.roles:
                 room, rank = int(device_bytes - each.beside), each.process.rank
                 refused = refusal_at(null_gpu, command, planned_pool, rank, room)
                 refusals[pool.name, each.process.name] = refused

@@ -16,3 +16,11 @@ class Measured:
     """Of `allocated`: what lies there longer than the phase."""
     heap: int = 0
     """Of the host, at its end or with a whole model that is loaded: what malloc has given out, written or not."""
+    pinned: int = 0
+    """Of the host, at its end: what CUDA has given out or was shown."""
+    shared: int = 0
+    """Of the host, at its end: pages that other processes may map."""
+
+    @property
+    def host(self) -> int:
+        return self.heap + self.pinned + self.shared

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.rehearse.measured import Measured
@@ -13,6 +13,7 @@ from verl_like.trainer.memory import PlannedPool
 from verl_like.trainer.roles import Role
 
 TRAINING = "verl_like.rehearse.training_process"
+ENGINE = "verl_like.rehearse.engine_process"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Process:
     phases: tuple[Measured, ...]
     is_counted: bool = False
     """Whether its numbers are those of the plan, and no process ran."""
+    note: str = ""
+    """What there is to know beside its phases."""
+    refusal: str = ""
+    """Of a process that does not start on a GPU of that size alone: its error."""
 
     @property
     def name(self) -> str:
@@ -46,8 +51,13 @@ class Pool:
         return sum(self.nodes)
 
 
-def measure_run(null_gpu: NullGpu, command: Mapping[str, Any], pools: Sequence[PlannedPool]) -> list[Pool]:
-    """Runs two ranks of each training process on a device on which everything fits, and counts the engines."""
+def measure_run(
+    null_gpu: NullGpu, command: Mapping[str, Any], pools: Sequence[PlannedPool], device_bytes: int | None = None
+) -> list[Pool]:
+    """Runs two ranks of each training process on a device on which everything fits, and an engine on one of its size.
+
+    Without `device_bytes` engines are counted, as are those that the null GPU does not run.
+    """
     ranks = [(pool, rank) for pool in pools if pool.models for rank in sorted({0, sum(pool.nodes) - 1})]
 
     def measured_rank(of: tuple[PlannedPool, int]) -> Process:
@@ -59,7 +69,9 @@ def measure_run(null_gpu: NullGpu, command: Mapping[str, Any], pools: Sequence[P
     measured = []
     for pool in pools:
         processes = [process for (its_pool, _), process in zip(ranks, ran, strict=True) if its_pool is pool]
-        processes += [counted_engine(pool)] if pool.rollout else []
+        if pool.rollout:
+            runs = device_bytes is not None and can_run(pool.config)
+            processes.append(measure_engine(null_gpu, command, pool, device_bytes) if runs else counted_engine(pool))
         measured.append(Pool(pool.name, tuple(pool.nodes), tuple(processes)))
     return measured
 
@@ -73,6 +85,26 @@ def measure_rank(
     task = {**command, "pool": pool.name, "rank": rank, "world_size": num_ranks}
     measured = null_gpu.run(TRAINING, task, device_bytes)
     process = Process(roles, rank, num_ranks, tuple(Measured(**phase) for phase in measured))
+    sys.stderr.write(f"{pool.name}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
+    return process
+
+
+def can_run(config: Any) -> bool:
+    """Whether the engine is vLLM in one process."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.name != "hf" and rollout.tensor_model_parallel_size == 1
+
+
+def measure_engine(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, device_bytes: int) -> Process:
+    """Runs the rollout engine of a pool on a GPU of the real size, of which it takes a share."""
+    began = time.monotonic()
+    roles, num_ranks = (Role.Rollout,), sum(pool.nodes)
+    try:
+        answer = null_gpu.run(ENGINE, command, device_bytes)
+    except RuntimeError as error:
+        return replace(counted_engine(pool), refusal=str(error).splitlines()[-1])
+    phases = tuple(Measured(**phase) for phase in answer["phases"])
+    process = Process(roles, 0, num_ranks, phases, note=answer["note"])
     sys.stderr.write(f"{pool.name}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
     return process
 

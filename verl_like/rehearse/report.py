@@ -7,6 +7,14 @@ from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.processes import Pool, Process
 from verl_like.trainer.memory import CONTEXT, GB
 from verl_like.trainer.memory_keys import keys_that_lower
+from verl_like.trainer.roles import Role
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+ADVICE_FOR_ENGINES = (
+    f"What gives an engine room: a larger {_ROLLOUT}.gpu_memory_utilization; a smaller "
+    f"{_ROLLOUT}.max_num_batched_tokens; shorter data.max_prompt_length and data.max_response_length; {_ROLLOUT}.tensor_model_parallel_size=2. See "
+    "docs/memory.md."
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tupl
     for pool in pools:
         most, *_ = of_processes = most_at_once(pool)
         lines += [f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB", *_table(pool), "", str(most)]
-        over_full = [each for each in of_processes if each.total > device_bytes]
+        over_full = [each for each in of_processes if each.total > device_bytes or each.process.refusal]
         refused = [each for each in over_full if refusals.get((pool.name, each.process.name)) != ""]
         if not over_full:
             lines.append(f"It fits: {(device_bytes - most.total) / GB:.1f} GB are left.")
@@ -62,14 +70,18 @@ def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tupl
             fits = False
             lines += [] if each is most else [str(each)]
             said = refusals.get((pool.name, each.process.name))
+            advice = keys_that_lower("device", "+".join(each.process.roles))
             of_torch = f" Torch says: {said}" if said else ""
-            lines.append(f"This does not fit.{of_torch} {keys_that_lower('device', '+'.join(each.process.roles))}")
+            if each.process.refusal:
+                of_torch, advice = f" The engine says: {each.process.refusal}", ADVICE_FOR_ENGINES
+            lines.append(f"This does not fit.{of_torch} {advice}")
         lines += [*_host_memory(pool), ""]
     return "\n".join(lines), fits
 
 
 def _table(pool: Pool) -> list[str]:
-    head = f"  {'GB':44} {'allocated':>9} {'reserved':>9} {'host heap':>9}  of what is allocated"
+    columns = ("allocated", "reserved", "pinned", "shared", "heap")
+    head = f"  {'GB':44} {' '.join(f'{column:>9}' for column in columns)}  of what is allocated"
     rows = [head]
     for process in pool.processes:
         rows.append(f"  {process.name}")
@@ -78,8 +90,10 @@ def _table(pool: Pool) -> list[str]:
             rest = phase.allocated - sum(parts.values())
             parts |= {"activations and buffers": rest} if rest > GB / 20 else {}
             named = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
-            numbers = " ".join(f"{size / GB:9.1f}" for size in (phase.allocated, phase.reserved, phase.heap))
+            sizes = (phase.allocated, phase.reserved, phase.pinned, phase.shared, phase.heap)
+            numbers = " ".join(f"{size / GB:9.1f}" for size in sizes)
             rows.append(f"    {phase.phase:42} {numbers}  {named}")
+        rows += [f"    {process.note}"] if process.note else []
     return rows
 
 
@@ -94,16 +108,29 @@ def _at_once(pool: Pool, process: Process, phase: Measured) -> AtOnce:
 
 
 def _host_memory(pool: Pool) -> list[str]:
-    """The most that the training processes on the first node hold of its memory, where rank 0 is."""
-    ranks = [process for process in pool.processes if not process.is_counted]
-    if not ranks:
-        return []
-    first, other, num_others = ranks[0], ranks[-1], pool.nodes[0] - 1
-    by_phase = {
-        of_first.phase: of_first.heap + num_others * of_other.heap
-        for of_first, of_other in zip(first.phases, other.phases, strict=True)
+    """The most that the training processes on the first node hold of its memory, where rank 0 is, and the engines."""
+    ranks = [process for process in pool.processes if Role.Rollout not in process.roles]
+    engines = [process for process in pool.processes if Role.Rollout in process.roles and not process.is_counted]
+    num_processes = pool.nodes[0]
+    lines = []
+    if ranks:
+        first, other = ranks[0], ranks[-1]
+        pairs = zip(first.phases, other.phases, strict=True)
+        lines.append(_most_of_host("training", [(one, each, num_processes - 1) for one, each in pairs]))
+    for engine in engines:
+        lines.append(_most_of_host("engine", [(phase, phase, num_processes - 1) for phase in engine.phases]))
+    return lines
+
+
+def _most_of_host(what: str, phases: Sequence[tuple[Measured, Measured, int]]) -> str:
+    """In words, of the phases of one process and so many others."""
+    first, other, num_others = max(phases, key=lambda phase: phase[0].host + phase[2] * phase[1].host)
+    sizes = {
+        name: (getattr(first, name) + num_others * getattr(other, name)) / GB for name in ("pinned", "shared", "heap")
     }
-    phase = max(by_phase, key=lambda name: by_phase[name])
-    return [
-        f"Host memory of the first node, {pool.nodes[0]} processes, at most in {phase}: {by_phase[phase] / GB:.1f} GB"
-    ]
+    sums = " + ".join(f"{name} {size:.1f}" for name, size in sizes.items())
+    total = sum(sizes.values())
+    return (
+        f"Host memory of the first node, {num_others + 1} {what} processes, at most in {first.phase}: {sums} = "
+        f"{total:.1f} GB"
+    )

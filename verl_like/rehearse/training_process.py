@@ -1,23 +1,21 @@
 """Measures a training process of a run on the null GPU: one rank at its real size, with a group that is not there."""
 
 import contextlib
-import ctypes
 import functools
 import json
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.rehearse.commands import config_of
+from verl_like.rehearse.host import heap_bytes, leave_unreserved, pinned_bytes, shared_bytes
 from verl_like.rehearse.measured import Measured
 from verl_like.single_controller.worker import rank_environment
 from verl_like.trainer.config.run_config import RunConfig
@@ -30,7 +28,7 @@ from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.trainer.roles import Role
 from verl_like.trainer.supervised.config import SupervisedConfig
 from verl_like.trainer.supervised.run_supervised import KINDS, worker_arguments
-from verl_like.workers import model_worker, pinned_memory
+from verl_like.workers import model_worker
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.engine.shard_writer import ShardWriter
@@ -38,8 +36,6 @@ from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models import linear_log_prob
 from verl_like.workers.planning.partition import MicroBatching
 
-_MAP_NORESERVE = 0x4000
-"""Of Linux; Python's mmap does not name it."""
 NUM_MICRO_BATCHES = 2
 """Of an optimizer step: from the second on there are gradients of those before."""
 
@@ -81,39 +77,10 @@ class Phases:
                 reserved=torch.cuda.max_memory_reserved(),
                 parts=parts,
                 heap=self.most_heap,
+                pinned=pinned_bytes(),
+                shared=shared_bytes(),
             )
         )
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's mallinfo2, of ten sizes."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
-    ]
-
-
-def heap_bytes() -> int:
-    """What malloc has given out, also where nobody has written: a model in host memory counts as one that was read."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = _MallInfo
-    info = mallinfo()
-    return info.hblkhd + info.uordblks + Unreserved.num_bytes
-
-
-class Unreserved:
-    """In the place of NumPy where places in host memory are made: nobody writes them, so this machine may have less."""
-
-    num_bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    def empty(self, num_bytes: int, dtype: Any) -> np.ndarray:
-        Unreserved.num_bytes += num_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return np.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=dtype)[:num_bytes]
 
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
@@ -191,14 +158,14 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
 def replace_what_needs_numbers() -> None:
     """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a norm, files, and
     host memory."""
-    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter, pinned_memory)
-    workers, head, engine, updates, writer, places = modules
+    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter)
+    workers, head, engine, updates, writer = modules
     workers.load_pretrained = empty_weights
     head._kernels = lambda x_MC: NoKernels
     engine.MAX_SKIPPED_STEPS = 10**9
     updates.read_metrics = read_ones
     writer._write = lambda *_: {}
-    places.np = Unreserved()
+    leave_unreserved()
 
 
 def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:

@@ -1,6 +1,7 @@
 """Python imports this in each process that has this folder in PYTHONPATH, also in Ray's: numbers on the null GPU.
 
-Where NULL_GPU_NUMBERS=1, CUDA's kernels are answered as soon as the module is imported that brings them.
+Where NULL_GPU_NUMBERS=1, CUDA's kernels are answered as soon as the module is imported that brings them. Where
+NULL_GPU_SIZES=1, what cannot be done with garbage is replaced, see null_gpu_sizes.py.
 """
 
 import importlib
@@ -54,4 +55,9 @@ if os.environ.get("NULL_GPU_NUMBERS") == "1":
 
         module, fault = CONTROLS[control]
         AFTER[module] = fault
+    sys.meta_path.insert(0, _AfterImport())
+elif os.environ.get("NULL_GPU_SIZES") == "1":
+    from null_gpu_sizes import REPLACED
+
+    AFTER = {module: replace for module, (replace, why) in REPLACED.items()}
     sys.meta_path.insert(0, _AfterImport())

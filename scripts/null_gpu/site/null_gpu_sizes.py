@@ -1,0 +1,98 @@
+"""A whole run of a model that is too large to have numbers here: memory is given out and never filled.
+
+Kernels do nothing, so what is read from a device is whatever lies there. Each replacement says why there has to be one;
+nothing else is replaced. NULL_GPU_SIZES=1 installs them in every process of a run.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def _models_without_weights(pretrained: ModuleType) -> None:
+    load = pretrained.load_pretrained
+
+    def load_empty(*arguments: Any, weights: bool, **options: Any) -> Any:
+        model = load(*arguments, weights=False, **options)
+        return model.to_empty(device="cpu") if weights else model
+
+    pretrained.load_pretrained = load_empty
+
+
+def _heads_without_kernels(linear_log_prob: ModuleType) -> None:
+    from verl_like.rehearse.training_process import NoKernels
+
+    linear_log_prob._kernels = lambda x_MC: NoKernels
+
+
+def _metrics_of_one(mini_batches: ModuleType) -> None:
+    from verl_like.rehearse.training_process import read_ones
+
+    mini_batches.read_metrics = read_ones
+
+
+def _steps_without_a_norm(fsdp: ModuleType) -> None:
+    fsdp.MAX_SKIPPED_STEPS = 10**9
+
+
+def _fingerprints_of_zero(weight_sync: ModuleType) -> None:
+    weight_sync.read_fingerprints = lambda sums: dict.fromkeys(sums, 0)
+
+
+def _tokens_of_a_vocabulary(vllm_engine: ModuleType) -> None:
+    make = vllm_engine.completion
+
+    def completion(request: Any) -> Any:
+        made = make(request)
+        length = len(made.token_ids)
+        return type(made)([1] * length, [-1.0] * length, made.versions, made.num_cached_tokens)
+
+    vllm_engine.completion = completion
+
+
+def _any_end_of_a_response(base: ModuleType) -> None:
+    base.check_completion = lambda *_, **options: None
+
+
+def _engines_that_are_not_compared(engine_check: ModuleType) -> None:
+    engine_check.require_one_model = lambda *_: None
+
+
+def _finite_values(model_worker: ModuleType) -> None:
+    compute = model_worker.forward
+
+    def forward(*arguments: Any) -> tuple[Any, ...]:
+        return tuple(values.zero_() for values in compute(*arguments))
+
+    model_worker.forward = forward
+
+
+def _checkpoints_without_tensors(shard_writer: ModuleType) -> None:
+    shard_writer.save_file = lambda buffers, file, metadata: file.write_bytes(b"")
+
+
+def _triton_without_a_compiler(jit: ModuleType) -> None:
+    jit.JITFunction.run = lambda *_, **options: None
+
+
+def _runtime_is_the_null_gpu(cuda_wrapper: ModuleType) -> None:
+    cuda_wrapper.find_loaded_library = lambda name: "libcuda.so.1"
+
+
+REPLACED: dict[str, tuple[Callable[[ModuleType], None], str]] = {
+    "verl_like.workers.models.pretrained": (_models_without_weights, "weights are allocated and never filled"),
+    "verl_like.workers.models.linear_log_prob": (_heads_without_kernels, "the head has Triton kernels, too"),
+    "verl_like.workers.engine.mini_batches": (_metrics_of_one, "metrics of garbage may be no numbers"),
+    "verl_like.workers.engine.fsdp": (_steps_without_a_norm, "a norm of garbage may be no number, for ever"),
+    "verl_like.workers.weight_sync": (_fingerprints_of_zero, "fingerprints of garbage differ"),
+    "verl_like.workers.rollout.vllm_engine": (_tokens_of_a_vocabulary, "drawn tokens are garbage"),
+    "verl_like.workers.rollout.base": (_any_end_of_a_response, "a response ends where garbage is the last token"),
+    "verl_like.trainer.engine_check": (_engines_that_are_not_compared, "log-probabilities of garbage differ"),
+    "verl_like.workers.model_worker": (_finite_values, "values and log-probabilities may be no numbers"),
+    "verl_like.workers.engine.shard_writer": (_checkpoints_without_tensors, "a checkpoint would be 80 GB of garbage"),
+    "triton.runtime.jit": (_triton_without_a_compiler, "Triton's kernels need a compiler for a GPU"),
+    "vllm.distributed.device_communicators.cuda_wrapper": (
+        _runtime_is_the_null_gpu,
+        "vLLM would find NVIDIA's runtime among the files that torch has loaded",
+    ),
+}

@@ -1,0 +1,155 @@
+"""Measures the rollout engine of a run on the null GPU: vLLM starts, sleeps, takes weights and generates."""
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from verl_like.rehearse.commands import config_of
+from verl_like.rehearse.host import Unreserved, heap_bytes, pinned_bytes
+from verl_like.rehearse.measured import Measured
+from verl_like.single_controller.worker import rank_environment
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.memory_pools import POLICY_PATH
+from verl_like.workers.config.models import TrainedModelConfig
+from verl_like.workers.models.lora import model_buffers, trained_parameters
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.pretrained import empty_model
+from verl_like.workers.rollout import base
+from verl_like.workers.rollout.request import GenerationRequest, Sampling
+from verl_like.workers.rollout.vllm_engine import VllmEngine
+from verl_like.workers.weight_sync import WeightBucket, WeightExport, in_order
+
+NUM_STEPS = 3
+"""Of a generation: a prompt, and tokens after it."""
+
+
+class Device:
+    """The null GPU of this process, on which vLLM takes memory beside torch's allocator."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        self.library.null_gpu_most.restype = ctypes.c_uint64
+        self.measured: list[Measured] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[dict[str, int]]:
+        """Takes the most that the device holds meanwhile; the dictionary gets parts of it."""
+        self.library.null_gpu_most(0)
+        parts: dict[str, int] = {}
+        yield parts
+        most = self.library.null_gpu_most(0)
+        self.measured.append(
+            Measured(name, allocated=most, reserved=most, parts=parts, heap=heap_bytes(), pinned=pinned_bytes())
+        )
+
+
+class RealSizeEngine(VllmEngine):
+    """The run's engine with weights that nobody reads, and without the graphs that only a GPU can capture."""
+
+    def _make(self, **arguments: Any) -> Any:
+        return super()._make(**arguments | {"load_format": "dummy", "enforce_eager": True})
+
+
+def replace_what_needs_numbers() -> None:
+    """Triton's kernels, which need a compiler for a GPU, and the tokenizer, which the model's folder may lack."""
+    from triton.runtime.jit import JITFunction
+    from vllm.distributed.device_communicators import cuda_wrapper
+
+    jit_function: Any = JITFunction
+    jit_function.run = lambda *_, **options: None
+    wrapper: Any = cuda_wrapper
+    # vLLM calls the runtime by ctypes, and would find NVIDIA's among the files that torch has loaded.
+    wrapper.find_loaded_library = lambda name: "libcuda.so.1"
+    engine: Any = base
+    engine.load_tokenizer = lambda config: None
+    engine.special_token_ids = lambda tokenizer, path: ((0,), 0)
+
+
+def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
+    """An export of the whole policy, a bucket for each tensor, in memory that nobody has written."""
+    policy = PolicyModel(empty_model(model, PolicyModel.auto_class, key=POLICY_PATH))
+    buffers = model_buffers(policy.hf)
+    weights = in_order(trained_parameters(policy.hf), getattr(torch, dtype), buffers)
+    place = Unreserved()
+    buckets = tuple(
+        WeightBucket(
+            index,
+            (name,),
+            (tuple(tensor.shape),),
+            str(own_dtype).removeprefix("torch."),
+            place.empty(tensor.numel() * own_dtype.itemsize, "uint8"),
+        )
+        for index, (name, tensor, own_dtype) in enumerate(weights)
+    )
+    return WeightExport(1, 0, 1, dtype, len(buckets), len(buckets), {}, buckets)
+
+
+def measure(config: PPOConfig) -> tuple[list[Measured], str]:
+    """The phases of an engine of one process, and what is to be known of its cache."""
+    policy, device = config.actor_rollout_ref, Device()
+    settings = policy.rollout
+    with device.phase("rollout start") as of_start:
+        engine = RealSizeEngine(settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda")
+        of_start |= parts_of(engine)
+    if settings.free_cache_engine:
+        engine._sleep()
+    with device.phase("rollout load") as of_load:
+        engine._load([weights_of(policy.model, settings.dtype)], 1)
+        of_load |= parts_of(engine)
+    with device.phase("rollout generation") as of_generation:
+        generate(engine, settings.prompt_length)
+        of_generation |= parts_of(engine)
+    if settings.free_cache_engine:
+        engine._sleep()
+    with device.phase("between calls"):
+        pass
+    return device.measured, about_cache(engine)
+
+
+def generate(engine: VllmEngine, prompt_length: int) -> None:
+    """Some tokens after a prompt of full length; they are numbers that nobody computed."""
+    sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=NUM_STEPS, stop_token_ids=())
+    engine._submit([GenerationRequest("rehearsed", [0] * prompt_length, 1, sampling)])
+    for _ in range(NUM_STEPS):
+        engine.llm.llm_engine.step()
+
+
+def parts_of(engine: VllmEngine) -> dict[str, int]:
+    """Bytes of the model and of the cache."""
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    model = runner.get_model()
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+    return {"weights": weights, "cache": sum(storages.values())}
+
+
+def about_cache(engine: VllmEngine) -> str:
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    num_tokens = cache.num_gpu_blocks * cache.block_size
+    longest = engine.config.prompt_length + engine.config.response_length
+    room = f"Its cache has room for {num_tokens:,} tokens: {num_tokens // longest} sequences of full length."
+    return room if engine.config.enforce_eager else f"{room} Captured graphs are not counted."
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
+    assert isinstance(config, PPOConfig)
+    if isinstance(config, DetachedConfig):
+        config = config.of_maker(config.maker_names[0])
+    os.environ |= rank_environment(0, 1, 0, 1, "cuda")
+    replace_what_needs_numbers()
+    measured, note = measure(config)
+    sys.stdout.write(json.dumps({"phases": [asdict(each) for each in measured], "note": note}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
