@@ -12,8 +12,8 @@ from verl_like.trainer.roles import Role
 _ROLLOUT = "actor_rollout_ref.rollout"
 ADVICE_FOR_ENGINES = (
     f"What gives an engine room: a larger {_ROLLOUT}.gpu_memory_utilization; a smaller "
-    f"{_ROLLOUT}.max_num_batched_tokens; shorter data.max_prompt_length and data.max_response_length; {_ROLLOUT}.tensor_model_parallel_size=2. See "
-    "docs/memory.md."
+    f"{_ROLLOUT}.max_num_batched_tokens; shorter data.max_prompt_length and data.max_response_length; "
+    f"{_ROLLOUT}.tensor_model_parallel_size=2. See docs/memory.md."
 )
 
 
