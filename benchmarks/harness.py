@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from benchmarks.serve import unpacked
+from scripts.commit import commit
 
 ROOT = Path(__file__).parent.parent
 IS_SMALL = os.environ.get("BENCHMARK_SIZE") == "small"
@@ -245,12 +246,6 @@ class Report:
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(contents, indent=1) + "\n")
         print(f"\n  {path}\n", flush=True)
-
-
-def commit() -> str:
-    """The commit that is checked out, with `-dirty` if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:

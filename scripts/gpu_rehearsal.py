@@ -30,6 +30,7 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from scripts.commit import commit  # noqa: E402
 from scripts.gpu_rehearsal_runs import DRIFT_METRIC, KL_METRIC, RUNS, Run  # noqa: E402
 from scripts.null_gpu.build import LIBRARY, build, environment, require_compiler  # noqa: E402
 
@@ -341,11 +342,9 @@ def _is_possible_here(run: Run) -> bool:
 
 def write_page(table: list[str], seconds: float) -> None:
     """docs/gpu_rehearsal.md."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     about = (
-        f"Written by `make gpu-rehearsal` on {date.today()}, of commit {commit}, in {seconds:.0f} s. The runs, and how "
-        "they are judged, are explained in [what is proven about GPUs](gpu.md)."
+        f"Written by `make gpu-rehearsal` on {date.today()}, of commit {commit()}, in {seconds:.0f} s. The runs, and "
+        "how they are judged, are explained in [what is proven about GPUs](gpu.md)."
     )
     PAGE.write_text("\n".join(["# The rehearsal's runs", "", about, "", *table, ""]))
 

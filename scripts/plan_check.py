@@ -5,7 +5,6 @@ to be at least what torch reserves, and at most 10% or 0.3 GB more. Writes docs/
 where a phase is outside. `python scripts/plan_check.py sft "lora*"` does these cases alone and writes nothing.
 """
 
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
+from scripts.commit import commit
 from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import Pool, measure_run
@@ -202,10 +202,8 @@ def main() -> None:
 
 def write_page(table: Sequence[str], seconds: float) -> None:
     """docs/memory_plan.md."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     about = [
-        f"Written by `make plan-check` on {date.today()}, of commit {commit}, in {seconds:.0f} s. It has what ranks",
+        f"Written by `make plan-check` on {date.today()}, of commit {commit()}, in {seconds:.0f} s. It has what ranks",
         "reserve of a GPU in each phase, by torch's allocator on the null GPU, and what the plan says",
         "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and the last rank the",
         "larger. The models are Llama-2, of 7B and shared by 8 ranks with zero3 unless a case says otherwise. 16,384",

@@ -6,7 +6,6 @@ they are. A test tells what it measured by `record_property("result", ...)`, and
 `record_property("reliability", [...])`, the cells of a row of docs/reliability.md.
 """
 
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -14,6 +13,8 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+
+from scripts.commit import commit
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "proofs.md"
@@ -68,10 +69,7 @@ class Report:
 
 def main() -> int:
     chosen = sys.argv[1:]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    report = Report(commit)
+    report = Report(commit())
     options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=9000", "-n", "2", "--dist", "loadfile"]
     code = pytest.main([*options, *(chosen or [str(ROOT / "tests")])], plugins=[report])
     earlier = [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:] if chosen else []
@@ -85,7 +83,7 @@ def main() -> int:
     table = "\n".join([*header, *sorted(rows.values())])
     PAGE.write_text(f"{head}{table}\n")
     if report.families:
-        write_families(report.families, commit)
+        write_families(report.families, report.commit)
     write_faults(report.faults, keep=bool(chosen))
     return code
 
