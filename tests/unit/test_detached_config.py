@@ -93,10 +93,7 @@ def config_of(*overrides: str) -> DetachedConfig:
             "nccl loads engines alone, but a maker has a copy of the actor",
         ),
         (
-            [
-                *("actor_rollout_ref.rollout.weight_transport=ipc", "trainer.device=cuda"),
-                "role_mapping.rollout=trainer_pool",
-            ],
+            ["actor_rollout_ref.rollout.weight_transport=ipc", "trainer.device=cuda"],
             "ipc opens memory of one GPU, but makers and trainers have GPUs of their own",
         ),
         (
@@ -217,7 +214,11 @@ def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(monk
 
 
 def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_loads():
-    nccl = ["actor_rollout_ref.rollout.weight_transport=nccl", "device=cuda", "actor_rollout_ref.rollout.name=vllm"]
+    nccl = [
+        "actor_rollout_ref.rollout.weight_transport=nccl",
+        "trainer.device=cuda",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
     config = config_of(*nccl, "algorithm.rollout_correction.bypass_mode=true")
     assert config.maker_roles == ["rollout", "critic"]
     mapping = build_role_worker_mapping(config, {})

@@ -153,7 +153,11 @@ def test_a_maker_of_nccl_loads_the_weights_that_the_trainer_holds_for_it_and_has
         return PushedWeights(6, {"actor": SimpleNamespace(parts=[])}, ("10.0.0.7", 4321))
 
     loaded: list[Any] = []
-    nccl = ["actor_rollout_ref.rollout.weight_transport=nccl", "device=cuda", "actor_rollout_ref.rollout.name=vllm"]
+    nccl = [
+        "actor_rollout_ref.rollout.weight_transport=nccl",
+        "trainer.device=cuda",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
     config = config_of(*nccl, "algorithm.rollout_correction.bypass_mode=true", "trainer.call_timeout_s=7")
     run = SimpleNamespace(maker=SimpleNamespace(load_weights=loaded.append), groups={"rollout": None})
     own = {"name": "maker_1", "name_in_ledger": "maker_1.2", "version": 4, "trainer_names": ["trainer_0"]}

@@ -125,6 +125,12 @@ class DetachedConfig(PPOConfig):
 
 def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     """A sentence for each rule that the configuration breaks."""
+    if config.actor_rollout_ref.rollout.weight_transport == "ipc":  # before a rule that advises to share a pool
+        yield (
+            "actor_rollout_ref.rollout.weight_transport=ipc opens memory of one GPU, but makers and trainers have GPUs "
+            "of their own; set nccl, gloo or shared_memory"
+        )
+        return
     if problems := list(broken_rules(config)):
         yield from problems
         return
@@ -144,7 +150,12 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     yield from updates_in_flight_fit(config)
     for role in {*TRAINED} & config.worker_classes.keys():
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
-    yield from weights_reach_engines_and_copies(config)
+    if config.actor_rollout_ref.rollout.weight_transport == "nccl" and Role.Actor in config.maker_roles:
+        yield (
+            "actor_rollout_ref.rollout.weight_transport=nccl loads engines alone, but a maker has a copy of the actor, "
+            "for old log-probabilities or those of the reference; set algorithm.rollout_correction.bypass_mode=true, "
+            "with an adapter a reference on a pool of its own, or gloo"
+        )
     if detached.update_steps > detached.max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
@@ -184,19 +195,6 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         of_trainer = config.of_trainer("trainer")
         for problem in (*updates_split_evenly(of_trainer), *ptx_rows_are_even(of_trainer)):
             yield f"for each of {detached.num_trainers} trainers, which take equal parts: {problem}"
-
-
-def weights_reach_engines_and_copies(config: DetachedConfig) -> Iterator[str]:
-    transport = config.actor_rollout_ref.rollout.weight_transport
-    key = f"actor_rollout_ref.rollout.weight_transport={transport}"
-    if transport == "ipc":
-        yield f"{key} opens memory of one GPU, but makers and trainers have GPUs of their own; set nccl or gloo"
-    if transport == "nccl" and Role.Actor in config.maker_roles:
-        yield (
-            f"{key} loads engines alone, but a maker has a copy of the actor, for old log-probabilities or those of "
-            "the reference; set algorithm.rollout_correction.bypass_mode=true, with an adapter a reference on a pool "
-            "of its own, or gloo"
-        )
 
 
 def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
