@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_like.rehearse.commands import config_of
-from verl_like.rehearse.host import Unreserved, heap_bytes, pinned_bytes
+from verl_like.rehearse.host import heap_bytes, pinned_bytes, unwritten
 from verl_like.rehearse.measured import Measured
 from verl_like.single_controller.worker import rank_environment
 from verl_like.trainer.config.schema import PPOConfig
@@ -38,6 +38,8 @@ class Device:
         self.library = ctypes.CDLL(os.environ["LD_PRELOAD"])
         self.library.null_gpu_most.restype = ctypes.c_uint64
         self.measured: list[Measured] = []
+        self.engine: VllmEngine | None = None
+        """Kept to the end: where it sleeps, torch would give back memory that is gone."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, int]]:
@@ -74,31 +76,34 @@ def replace_what_needs_numbers() -> None:
 
 
 def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
-    """An export of the whole policy, a bucket for each tensor, in memory that nobody has written."""
+    """An export of the whole policy, a bucket for each tensor, in memory that nobody has written.
+
+    Here it counts nowhere: the run has it in the object store or in the actor's memory, once on a node.
+    """
     policy = PolicyModel(empty_model(model, PolicyModel.auto_class, key=POLICY_PATH))
     buffers = model_buffers(policy.hf)
     weights = in_order(trained_parameters(policy.hf), getattr(torch, dtype), buffers)
-    place = Unreserved()
     buckets = tuple(
         WeightBucket(
             index,
             (name,),
             (tuple(tensor.shape),),
             str(own_dtype).removeprefix("torch."),
-            place.empty(tensor.numel() * own_dtype.itemsize, "uint8"),
+            unwritten(tensor.numel() * own_dtype.itemsize),
         )
         for index, (name, tensor, own_dtype) in enumerate(weights)
     )
     return WeightExport(1, 0, 1, dtype, len(buckets), len(buckets), {}, buckets)
 
 
-def measure(config: PPOConfig) -> tuple[list[Measured], str]:
-    """The phases of an engine of one process, and what is to be known of its cache."""
-    policy, device = config.actor_rollout_ref, Device()
+def measure(config: PPOConfig, device: Device) -> str:
+    """Takes the phases of an engine of one process; returns what is to be known of its cache."""
+    policy = config.actor_rollout_ref
     settings = policy.rollout
     with device.phase("rollout start") as of_start:
         engine = RealSizeEngine(settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda")
         of_start |= parts_of(engine)
+    device.engine = engine
     if settings.free_cache_engine:
         engine._sleep()
     with device.phase("rollout load") as of_load:
@@ -111,7 +116,7 @@ def measure(config: PPOConfig) -> tuple[list[Measured], str]:
         engine._sleep()
     with device.phase("between calls"):
         pass
-    return device.measured, about_cache(engine)
+    return about_cache(engine)
 
 
 def generate(engine: VllmEngine, prompt_length: int) -> None:
@@ -147,8 +152,11 @@ def main() -> None:
         config = config.of_maker(config.maker_names[0])
     os.environ |= rank_environment(0, 1, 0, 1, "cuda")
     replace_what_needs_numbers()
-    measured, note = measure(config)
-    sys.stdout.write(json.dumps({"phases": [asdict(each) for each in measured], "note": note}) + "\n")
+    device = Device()
+    note = measure(config, device)
+    sys.stdout.write(json.dumps({"phases": [asdict(each) for each in device.measured], "note": note}) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # without the end of the engine
 
 
 if __name__ == "__main__":

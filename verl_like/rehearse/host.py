@@ -14,6 +14,12 @@ _MAP_NORESERVE = 0x4000
 """Of Linux; Python's mmap does not name it."""
 
 
+def unwritten(num_bytes: int, dtype: Any = np.uint8) -> np.ndarray:
+    """Memory that takes none of the machine's before it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=dtype)[:num_bytes]
+
+
 class Unreserved:
     """In the place of NumPy where `pinned_memory` makes places in host memory."""
 
@@ -25,8 +31,7 @@ class Unreserved:
 
     def empty(self, num_bytes: int, dtype: Any) -> np.ndarray:
         Unreserved.num_bytes += num_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return np.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=dtype)[:num_bytes]
+        return unwritten(num_bytes, dtype)
 
 
 def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
