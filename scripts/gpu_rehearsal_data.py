@@ -1,15 +1,17 @@
 """Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random walks.
 
-Also the toy world's model with a vocabulary that is padded to 256 rows, and the configuration of a 7B model.
+Also the toy world's model with a vocabulary that is padded to 256 rows, and a 7B model without values.
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as parquet
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.ilql import walks
 from examples.split_placement import make_toy_world
@@ -40,7 +42,7 @@ def pad_vocabulary(model: Path, out: Path) -> None:
 
 
 def write_7b(tokenizer: Path, out: Path) -> None:
-    """The configuration of DeepSeek-LLM-7B, without weights, beside the toy world's tokenizer."""
+    """A model of DeepSeek-LLM-7B's shape, beside the toy tokenizer, in a file that takes no room on the disk."""
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=102_400,
@@ -54,6 +56,21 @@ def write_7b(tokenizer: Path, out: Path) -> None:
     )
     config.save_pretrained(out)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(out)
+    with torch.device("meta"):
+        shapes = {name: list(value.shape) for name, value in LlamaForCausalLM(config).state_dict().items()}
+    write_hole(shapes, out / "model.safetensors")
+
+
+def write_hole(shapes: dict[str, list[int]], file: Path) -> None:
+    """A safetensors file of bfloat16 tensors. Only its header is written; the rest is a hole, read as zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as hole:
+        hole.write(len(text).to_bytes(8, "little") + text)
+        hole.truncate(8 + len(text) + end)
 
 
 def main(folder: Path) -> None:

@@ -42,7 +42,7 @@ class Run:
     has_numbers: bool = True
     control: str = ""
     refused_with: str = ""
-    limit: int = 900  # seconds
+    limit: int = 400  # seconds
 
     def arguments(self, root: Path, device: str) -> list[str]:
         overrides = [override.format(device=device) for override in self.overrides]

@@ -11,6 +11,7 @@ import ray
 
 from verl_like.trainer import object_store
 from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.object_store import check_object_store, step_bytes
 from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.pretrained import fetch_weights
@@ -48,6 +49,18 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
     assert ["together", "3.50", "GiB"] in lines and lines[-2][-2:] == ["3.00", "GiB"]
 
 
+def config_of(path: str, *settings: str) -> PPOConfig:
+    return load_ppo_config(
+        [
+            "device=cpu", "data.train_files=a", "data.val_files=a", f"actor_rollout_ref.model.path={path}",
+            "data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=6",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=6", "critic.ppo_micro_batch_size_per_gpu=9",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=9", "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.rollout.dtype=bfloat16", f"reward_model.model.path={path}", *settings,
+        ]
+    )  # fmt: skip
+
+
 TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [f"role_mapping.{name}=global_pool" for name in "ab"]
 
 
@@ -64,20 +77,21 @@ TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [f"role_mapping.{
 )
 def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, settings, floats):
     path, model = tiny_llama()
-    config = load_ppo_config(
-        [
-            "device=cpu", "data.train_files=a", "data.val_files=a", f"actor_rollout_ref.model.path={path}",
-            "data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=6",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=6", "critic.ppo_micro_batch_size_per_gpu=9",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=9", "actor_rollout_ref.rollout.n=3",
-            "actor_rollout_ref.rollout.dtype=bfloat16", f"reward_model.model.path={path}", *settings,
-        ]
-    )  # fmt: skip
+    config = config_of(path, *settings)
     # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4; float32 of R and 1 of a row; 2 booleans of a row.
     row = 8 * (3 * 12 + 8 + 2 * 4) + 4 * (floats * 4 + 1) + 2
     rows, weights = step_bytes(config).values()
     assert rows == 2 * 18 * row
     assert weights == 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_weights_count_where_they_go_through_the_store_and_of_a_model_with_an_adapter_that_alone(tiny_llama):
+    path, model = tiny_llama()
+    rank, keys = 4, ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj]"]
+    _, adapter = step_bytes(config_of(path, *keys)).values()
+    of_layer = model.config.hidden_size + model.config.num_attention_heads * model.config.head_dim
+    assert adapter == 2 * rank * of_layer * model.config.num_hidden_layers
+    assert len(step_bytes(config_of(path, "actor_rollout_ref.rollout.weight_transport=shared_memory"))) == 1
 
 
 def test_a_model_of_the_hub_is_whole_on_this_machine_before_a_run_starts(tmp_path: Path, tiny_llama, monkeypatch):

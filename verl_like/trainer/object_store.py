@@ -36,12 +36,14 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     columns = [column for column in COLUMNS.values() if column.kind == "tensor"]
     row_bytes = sum(times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns)
     num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
+    of_rows = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.weight_transport != "object_store":
+        return of_rows
     model = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel)
-    dtype = config.actor_rollout_ref.rollout.dtype
-    return {
-        f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes,
-        f"weights of the policy, {dtype}": model.parameters * getattr(torch, dtype).itemsize,
-    }
+    what, exported = ("adapter", model.trained) if model.has_adapter else ("weights", model.parameters)
+    num_bytes = exported * getattr(torch, rollout.dtype).itemsize
+    return of_rows | {f"{what} of the policy, {rollout.dtype}": num_bytes}
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
