@@ -1,8 +1,8 @@
 """A detached run that is killed in any phase goes on from its newest checkpoint, at staleness 0 bit for bit."""
 
+import re
 import subprocess
 import sys
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,11 +79,10 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
     output = (parts / "out").read_text()
     for step in restored:
         assert f"Continuing {newest.folder.parent} after step {step}." in output
-        given_out = re.search(
-            rf"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, (\d+) again", output
-        )
-        # The first of two trainers may push the weights, of which the maker begins a step, before the other has done its.
-        assert given_out and int(given_out[1]) in ([0, 4] if sides == "2 trainers" else [0])
+        counts = f"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, "
+        again = re.search(rf"{counts}(\d+) again", output)
+        # Of two trainers the first may push weights, of which a maker begins a step, before the other has done its step.
+        assert again and int(again[1]) in ([0, 4] if sides == "2 trainers" else [0])
     rows, expected_rows = numbers_of(parts), numbers_of(whole)
     if sides == "2 makers":  # which versions the first maker has as a validation is due depends on how fast it is
         both = {row["step"] for row in rows if VALIDATED in row} & {row["step"] for row in expected_rows}
