@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
         assert f"Continuing {newest.folder.parent} after step {step}." in output
         counts = f"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, "
         again = re.search(rf"{counts}(\d+) again", output)
-        # Of two trainers the first may push weights, of which a maker begins a step, before the other has done its step.
+        # The first of two trainers may push weights, of which a maker begins a step, before the other one is done.
         assert again and int(again[1]) in ([0, 4] if sides == "2 trainers" else [0])
     rows, expected_rows = numbers_of(parts), numbers_of(whole)
     if sides == "2 makers":  # which versions the first maker has as a validation is due depends on how fast it is
