@@ -52,7 +52,7 @@ class NullGpu:
             "NULL_GPU_COUNT": "1",
             "NULL_GPU_BYTES": str(device_bytes),
             "NULL_GPU_LARGEST_COPY": str(1 << 20),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }

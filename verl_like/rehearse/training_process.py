@@ -24,7 +24,7 @@ from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.maker_holder import maker_models
 from verl_like.trainer.memory import PlannedModel, PlannedPool
 from verl_like.trainer.memory_pools import planned_pools
-from verl_like.trainer.ppo_workers import build_role_worker_mapping
+from verl_like.trainer.ppo_workers import build_role_worker_mapping, import_worker_class
 from verl_like.trainer.roles import Role
 from verl_like.trainer.supervised.config import SupervisedConfig
 from verl_like.trainer.supervised.run_supervised import KINDS, worker_arguments
@@ -227,16 +227,18 @@ METHODS = {
 """By role: what runs it forward, and what trains it; of a reward model `compute_rm_score`."""
 
 
-def workers_of(pool: PlannedPool) -> dict[str, Callable[[], ModelWorker]]:
-    """What makes the worker of each role of the pool's training process."""
+def workers_of(pool: PlannedPool) -> dict[str, Callable[[], Any]]:
+    """What makes the worker of each role of the pool's training process, custom roles among them."""
     config = pool.config
     if isinstance(config, SupervisedConfig):
         kind = KINDS[type(config)]
         return {"model": lambda: kind.worker(*worker_arguments(config))}
     assert isinstance(config, PPOConfig)
-    mapping = build_role_worker_mapping(config, {})
+    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    mapping = build_role_worker_mapping(config, own_classes)
     copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
     made = {model.name: (mapping if model.is_trained else copies)[model.name] for model in pool.models}
+    made |= {role: mapping[role] for role in config.custom_roles if config.role_mapping[role] == pool.name}
     return {role: functools.partial(built.cls, *built.args, **built.kwargs) for role, built in made.items()}
 
 
@@ -250,9 +252,11 @@ def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
         with phases(f"{role} load"):
             worker = workers[role] = make()
             worker.init_model()
-            phases.engines[role] = worker.engine
+            if isinstance(worker, ModelWorker):
+                phases.engines[role] = worker.engine
     models = {model.name: model for model in pool.models}
-    for role, worker in workers.items():
+    for role in models:  # of a custom role only the load: what its calls take is not known
+        worker = workers[role]
         forward, update = METHODS.get(role, ("compute_rm_score", ""))
         rows = rows_of(pool.config, models[role], models[role].forward_passes)
         with phases(f"{role} forward pass"):
