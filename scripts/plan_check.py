@@ -1,7 +1,8 @@
 """Compares the plan of a GPU's memory with what ranks reserve on the null GPU: `make plan-check`.
 
 Each case is a training command. Of each phase of both ranks that are measured, the plan without context and engine has
-to be at least what torch reserves, and at most 10% or 0.3 GB more. Writes docs/memory_plan.md, and ends with an error
+to be at least what torch reserves, and at most 10% or 0.3 GB more. Engines are vLLM with different settings on a GPU of
+84.9 GB: what they take has to be within their share and the context. Writes docs/memory_plan.md, and ends with an error
 where a phase is outside. `python scripts/plan_check.py sft "lora*"` does these cases alone and writes nothing.
 """
 
@@ -17,9 +18,10 @@ from transformers import LlamaConfig
 
 from scripts.commit import commit
 from verl_like.rehearse.commands import config_of
+from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
-from verl_like.rehearse.processes import Pool, measure_run
-from verl_like.trainer.memory import GB, PlannedPool
+from verl_like.rehearse.processes import Pool, Process, measure_engine, measure_run
+from verl_like.trainer.memory import CONTEXT, GB, PlannedPool
 from verl_like.trainer.memory_pools import planned_pools
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +33,7 @@ PAGE = ROOT / "docs" / "memory_plan.md"
 MOST_ABOVE, NEGLIGIBLE = 1.1, 0.3 * GB
 NOT_OF_THE_PROCESS = {"context*", "sleeping engine*", "engine's share", "engine's weights"}
 ACTOR, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ CASES = (
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
     ),
     ppo("ulysses of 2", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
+    ppo("ulysses of 4", f"{ACTOR}.ulysses_sequence_parallel_size=4"),
+    ppo("single, 1 rank", f"{ACTOR}.fsdp_config.strategy=single", ranks=1),
+    ppo("copies of 4 shards each", f"{ACTOR}.fsdp_config.fsdp_size=4"),
     ppo("average", f"{ACTOR}.ema_decay=0.9"),
     with_critic(
         "critic, reference and reward model on one pool",
@@ -136,6 +142,15 @@ CASES = (
     examples("dpo, lora", "main_dpo", "model.lora_rank=16"),
     examples("ilql", "main_ilql"),
 )
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINES = (
+    ppo("engine"),
+    ppo("engine, quantised", f"{ROLLOUT}.quantization=fp8_per_channel", CORRECTED),
+    ppo("engine, cache kept in updates", f"{ROLLOUT}.kv_after_update=keep", CORRECTED),
+    ppo("engine, adapter", f"{MODEL_KEY}.lora_rank=16"),
+)
+DEVICE_BYTES = bytes_of_gpu("H100-80")
 
 
 def make_models() -> None:
@@ -177,11 +192,30 @@ def rows_of(case: Case, pool: Pool, planned_pool: PlannedPool) -> tuple[list[str
     return rows, faults
 
 
+def rows_of_engine(case: Case, engine: Process, planned_pool: PlannedPool) -> tuple[list[str], list[str]]:
+    """A row of the page for each phase of an engine; and what is outside of the bounds."""
+    if engine.refusal:
+        return [], [f"{case.name}: {engine.refusal}"]
+    assert planned_pool.rollout
+    most = sum(planned_pool.rollout.working.values()) + CONTEXT
+    rows = []
+    for phase in engine.phases:
+        sizes = (phase.reserved, phase.parts.get("weights", 0), phase.parts.get("cache", 0), phase.pinned)
+        rows.append(f"| {case.name} | {phase.phase} | {' | '.join(f'{size / GB:.1f}' for size in sizes)} |")
+    over_full = [phase.phase for phase in engine.phases if phase.reserved > most]
+    return rows, [f"{case.name}: takes more than its share in {phase}" for phase in over_full]
+
+
+def chosen_of(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
+    return [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns)]
+
+
 def main() -> None:
     patterns = sys.argv[1:] or ["*"]
-    chosen = [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
-    if not chosen:
-        sys.exit(f"No case is called {' or '.join(patterns)}; there are {', '.join(case.name for case in CASES)}.")
+    chosen, engines = chosen_of(CASES, patterns), chosen_of(ENGINES, patterns)
+    if not chosen and not engines:
+        names = ", ".join(case.name for case in (*CASES, *ENGINES))
+        sys.exit(f"No case is called {' or '.join(patterns)}; there are {names}.")
     make_models()
     null_gpu, began = NullGpu(), time.monotonic()
     rows = ["| case | phase | tensors | reserved | plan | plan / reserved |", "|---|---|---|---|---|---|"]
@@ -194,13 +228,21 @@ def main() -> None:
             own_rows, own_faults = rows_of(case, pool, planned_pool)
             print(*own_rows, sep="\n", flush=True)
             rows, faults = rows + own_rows, faults + own_faults
+    of_engines = ["| engine | phase | on the GPU | weights | cache | pinned |", "|---|---|---|---|---|---|"]
+    for case in engines:
+        task = {"command": case.command, "overrides": case.overrides, "config_name": None, "config_dir": None}
+        (planned_pool,) = planned_pools(config_of(case.command, case.overrides), DEVICE_BYTES)
+        engine = measure_engine(null_gpu, task, planned_pool, DEVICE_BYTES)
+        own_rows, own_faults = rows_of_engine(case, engine, planned_pool)
+        print(*own_rows, sep="\n", flush=True)
+        of_engines, faults = of_engines + own_rows, faults + own_faults
     if patterns == ["*"]:
-        write_page(rows, time.monotonic() - began)
+        write_page(rows, of_engines, time.monotonic() - began)
     if faults:
         sys.exit("\n".join(["Outside of the bounds:", *faults]))
 
 
-def write_page(table: Sequence[str], seconds: float) -> None:
+def write_page(table: Sequence[str], of_engines: Sequence[str], seconds: float) -> None:
     """docs/memory_plan.md."""
     about = [
         f"Written by `make plan-check` on {date.today()}, of commit {commit()}, in {seconds:.0f} s. It has what ranks",
@@ -209,7 +251,13 @@ def write_page(table: Sequence[str], seconds: float) -> None:
         "larger. The models are Llama-2, of 7B and shared by 8 ranks with zero3 unless a case says otherwise. 16,384",
         "tokens are in a pass.",
     ]
-    PAGE.write_text("\n".join(["# The plan of memory beside the rehearsal", "", *about, "", *table, ""]))
+    about_engines = [
+        "vLLM with the 7B model on a GPU of 84.9 GB, of which its share is 34.0: the most that it holds in each phase,",
+        "and host memory that is pinned. Tensor parallel engines are run with numbers, by `make gpu-rehearsal`.",
+    ]
+    title = "# The plan of memory beside the rehearsal"
+    lines = [title, "", *about, "", *table, "", "## Engines", "", *about_engines, "", *of_engines, ""]
+    PAGE.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

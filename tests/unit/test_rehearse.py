@@ -1,13 +1,16 @@
 """The rehearsal's sums, from what processes measured; the measuring itself needs CUDA's build of torch."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.measured import Measured
-from verl_like.rehearse.processes import Pool, Process
+from verl_like.rehearse.processes import Pool, Process, measure_run
 from verl_like.rehearse.report import most_at_once, report
+from verl_like.trainer.memory import PlannedPool, RolloutShare
 
 GB = 10**9
 
@@ -94,6 +97,50 @@ def test_the_host_memory_of_the_first_node_is_that_of_rank_0_and_of_its_other_pr
     pool = Pool("model_pool", (9,), pool.processes)
     text, _ = report([pool], 80 * GB, {})
     assert "9 training processes, at most in model save: pinned 9.0 + shared 4.5 + heap 37.0 = 50.5 GB" in text
+
+
+class NoGpu:
+    """Answers for the null GPU; `failure` is the last line of an engine that does not start."""
+
+    def __init__(self, failure: str = "") -> None:
+        self.failure = failure
+        self.calls: list[tuple[str, int]] = []
+
+    def run(self, module: str, task: dict[str, Any], device_bytes: int) -> Any:
+        self.calls.append((module.rpartition(".")[2], device_bytes))
+        phase = {"phase": "between calls", "allocated": 1, "reserved": 2, "parts": {}}
+        if not module.endswith("engine_process"):
+            return [phase]
+        if self.failure:
+            raise RuntimeError(f"Traceback\n{self.failure}")
+        return {"phases": [phase], "note": "a cache"}
+
+
+def planned(**rollout: Any) -> PlannedPool:
+    settings = {"name": "vllm", "tensor_model_parallel_size": 1} | rollout
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(**settings)))
+    return PlannedPool("rollout_pool", config, (4,), [], RolloutShare({"engine's share": 34 * GB}, {"asleep": 2 * GB}))
+
+
+def test_an_engine_of_one_process_runs_on_a_gpu_of_the_real_size_and_others_are_counted():
+    gpu = NoGpu()
+    (pool,) = measure_run(gpu, {}, [planned()], 85 * GB)
+    assert gpu.calls == [("engine_process", 85 * GB)]
+    (engine,) = pool.processes
+    assert (engine.note, engine.is_counted, engine.phases[0].reserved) == ("a cache", False, 2)
+    for options, device_bytes in (({"name": "hf"}, GB), ({"tensor_model_parallel_size": 2}, GB), ({}, None)):
+        gpu = NoGpu()
+        (pool,) = measure_run(gpu, {}, [planned(**options)], device_bytes)
+        assert not gpu.calls and pool.processes[0].is_counted
+        assert [phase.reserved for phase in pool.processes[0].phases] == [34 * GB, 2 * GB]
+
+
+def test_an_engine_that_does_not_start_keeps_its_error_and_the_numbers_of_the_plan():
+    gpu = NoGpu("[rank0]: ValueError: No available memory for the cache blocks.")
+    (pool,) = measure_run(gpu, {}, [planned()], 85 * GB)
+    (engine,) = pool.processes
+    assert engine.refusal == "ValueError: No available memory for the cache blocks."
+    assert engine.phases[0].reserved == 34 * GB
 
 
 def engine_pool(refusal: str = "") -> Pool:

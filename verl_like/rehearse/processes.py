@@ -102,7 +102,8 @@ def measure_engine(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedP
     try:
         answer = null_gpu.run(ENGINE, command, device_bytes)
     except RuntimeError as error:
-        return replace(counted_engine(pool), refusal=str(error).splitlines()[-1])
+        said = str(error).splitlines()[-1].removeprefix("[rank0]: ")  # by torch, before what a rank says
+        return replace(counted_engine(pool), refusal=said)
     phases = tuple(Measured(**phase) for phase in answer["phases"])
     process = Process(roles, 0, num_ranks, phases, note=answer["note"])
     sys.stderr.write(f"{pool.name}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
