@@ -70,8 +70,10 @@ def measure_run(
     for pool in pools:
         processes = [process for (its_pool, _), process in zip(ranks, ran, strict=True) if its_pool is pool]
         if pool.rollout:
-            runs = device_bytes is not None and can_run(pool.config)
-            processes.append(measure_engine(null_gpu, command, pool, device_bytes) if runs else counted_engine(pool))
+            if device_bytes is not None and can_run(pool.config):
+                processes.append(measure_engine(null_gpu, command, pool, device_bytes))
+            else:
+                processes.append(counted_engine(pool))
         measured.append(Pool(pool.name, tuple(pool.nodes), tuple(processes)))
     return measured
 
