@@ -56,7 +56,7 @@ class Result:
     device_bytes: int = 0
     """The most that was held of any device."""
     host_bytes: int = 0
-    """By how much the free memory of the machine fell."""
+    """The most that the processes of a run without numbers held of the machine's memory."""
 
 
 def make_environment() -> None:
@@ -167,8 +167,7 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, Result]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / ".toy_world").symlink_to(WORK / ".toy_world")
-    began, free_before = time.monotonic(), free_memory()
-    least_free = free_before
+    began, host_bytes = time.monotonic(), 0
     with (folder / "log.txt").open("w") as log:
         if run.killed_after:
             with _process(run, folder, device, log) as process:
@@ -176,12 +175,13 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, Result]:
         with _process(run, folder, device, log) as process:
             deadline = time.monotonic() + run.limit
             while (code := process.poll()) is None and time.monotonic() < deadline:
-                least_free = min(least_free, free_memory())
+                if not run.has_numbers:
+                    host_bytes = max(host_bytes, host_memory(_device_name(run)))
                 time.sleep(0.5)
     held = [most_held(file) for file in files_of_devices(_device_name(run))]
     forget_devices(_device_name(run))
     seconds = time.monotonic() - began
-    result = Result(seconds, device_bytes=max(held, default=0), host_bytes=free_before - least_free)
+    result = Result(seconds, device_bytes=max(held, default=0), host_bytes=host_bytes)
     return -9 if code is None else code, result
 
 
@@ -223,10 +223,17 @@ def forget_devices(name: str) -> None:
         file.unlink()
 
 
-def free_memory() -> int:
-    """Bytes of the machine that processes may still take."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+def host_memory(name: str) -> int:
+    """Bytes of the host that the processes with null GPUs of that name hold, shared pages divided among them."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if f"NULL_GPU_NAME={name}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                (line,) = [
+                    each for each in (process / "smaps_rollup").read_text().splitlines() if each.startswith("Pss:")
+                ]
+                total += int(line.split()[1]) * 1024
+    return total
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:

@@ -211,10 +211,12 @@ RUNS = (
     ),
     detached(
         "detached_nccl",
-        "detached GRPO, one maker and one trainer, vLLM, NCCL",
+        "detached GRPO, two makers and one trainer, vLLM, NCCL",
+        "detached.num_makers=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",  # one update, so that the KL divergence is drift
         "actor_rollout_ref.rollout.weight_transport=nccl",
         measure=KL_METRIC,
+        num_gpus=3,
     ),
     ppo(
         "ppo_colocated_ipc",

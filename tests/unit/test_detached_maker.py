@@ -167,7 +167,7 @@ def test_a_maker_of_nccl_loads_the_weights_that_the_trainer_holds_for_it_and_has
     monkeypatch.setitem(names, "Question", Asked)
     monkeypatch.setattr(ray, "get", lambda references, timeout: None)
     holder.load_newest_weights()
-    assert asked == [("trainer_0", "hold_weights", "maker_1", "maker_1.2", 21.0)]
+    assert asked == [("trainer_0", "hold_weights", "maker_1.2", 21.0)]
     assert holder.version == 6 and (loaded[0].version, loaded[0].address) == (6, ("10.0.0.7", 4321))
     assert loaded[0].send(4) == "a future"
     assert asked[1] == ("trainer_0", "send_weights", "maker_1.2", 4, 7.0)

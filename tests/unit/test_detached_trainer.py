@@ -17,6 +17,7 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
@@ -73,6 +74,7 @@ def test_a_bypass_takes_the_log_probabilities_of_the_engine_for_the_actors(bypas
         learner=SimpleNamespace(version=0, learn=learn),
         buffer=SimpleNamespace(take=lambda *_: ([0, 1], batch)),
         comparisons=SimpleNamespace(in_step=True),
+        turns=WeightTurns("trainer_2", limit_s=60),
         model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
         start=lambda: None,
         push=lambda: None,
@@ -166,7 +168,7 @@ def sending_trainer(version: int, pushed: PushedWeights | None) -> Any:
         comparisons=SimpleNamespace(in_step=False, awaited=(), begin_step=list),
         pushed=pushed,
     )
-    side.push = lambda: vars(side).update(pushed=PushedWeights(side.learner.version, {"actor": "newest"}))
+    side.export = lambda: vars(side).update(pushed=PushedWeights(side.learner.version, {"actor": "newest"}))
     return side
 
 
@@ -176,7 +178,7 @@ def test_a_maker_gets_the_weights_that_the_actor_has_and_the_next_step_comes_aft
 ):
     side = sending_trainer(version, PushedWeights(4, {"actor": "pushed"}))
     Sender.calls.clear()
-    held = side.hold_weights("maker_1", "maker_1.2")
+    held = side.hold_weights("maker_1.2")
     assert held == PushedWeights(version, {"actor": exports}, ("10.0.0.7", 4009))
     step = threading.Thread(target=side.begin_step, args=(version,), daemon=True)
     step.start()
@@ -189,8 +191,11 @@ def test_a_maker_gets_the_weights_that_the_actor_has_and_the_next_step_comes_aft
 
 def test_weights_that_do_not_reach_a_maker_end_the_trainer():
     side = sending_trainer(2, None)
-    side.hold_weights("maker_1", "maker_1.3")
+    side.hold_weights("maker_1.3")
     with pytest.raises(WorkerError, match="a peer is gone"):
         side.send_weights("maker_1.3", 1)
     with pytest.raises(WorkerError, match="failed in send_weights"):
         side.begin_step(2)
+    buffer = ExperienceBuffer(SimpleNamespace(), 0, limit=4)
+    with pytest.raises(WorkerError, match="failed in send_weights"):  # also where it waits for experience
+        buffer.take(1, 2, 60.0, side.turns.raise_failure)

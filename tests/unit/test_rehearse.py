@@ -117,8 +117,10 @@ class NoGpu:
 
 
 def planned(**rollout: Any) -> PlannedPool:
+    own_classes = {"rollout": "mine.Rollout"} if rollout.pop("is_own", False) else {}
     settings = {"name": "vllm", "tensor_model_parallel_size": 1} | rollout
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(**settings)))
+    policy = SimpleNamespace(rollout=SimpleNamespace(**settings))
+    config = SimpleNamespace(actor_rollout_ref=policy, worker_classes=own_classes)
     return PlannedPool("rollout_pool", config, (4,), [], RolloutShare({"engine's share": 34 * GB}, {"asleep": 2 * GB}))
 
 
@@ -128,7 +130,8 @@ def test_an_engine_of_one_process_runs_on_a_gpu_of_the_real_size_and_others_are_
     assert gpu.calls == [("engine_process", 85 * GB)]
     (engine,) = pool.processes
     assert (engine.note, engine.is_counted, engine.phases[0].reserved) == ("a cache", False, 2)
-    for options, device_bytes in (({"name": "hf"}, GB), ({"tensor_model_parallel_size": 2}, GB), ({}, None)):
+    others = {"name": "hf"}, {"tensor_model_parallel_size": 2}, {"is_own": True}
+    for options, device_bytes in (*((other, GB) for other in others), ({}, None)):
         gpu = NoGpu()
         (pool,) = measure_run(gpu, {}, [planned(**options)], device_bytes)
         assert not gpu.calls and pool.processes[0].is_counted
@@ -141,6 +144,8 @@ def test_an_engine_that_does_not_start_keeps_its_error_and_the_numbers_of_the_pl
     (engine,) = pool.processes
     assert engine.refusal == "ValueError: No available memory for the cache blocks."
     assert engine.phases[0].reserved == 34 * GB
+    with pytest.raises(RuntimeError, match="no module named vllm"):
+        measure_run(NoGpu("ModuleNotFoundError: no module named vllm"), {}, [planned()], 85 * GB)
 
 
 def engine_pool(refusal: str = "") -> Pool:

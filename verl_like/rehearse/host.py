@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl_like.workers import pinned_memory
+from verl_like.workers.weight_transfer import shared_memory
 
 _MAP_NORESERVE = 0x4000
 """Of Linux; Python's mmap does not name it."""
@@ -25,6 +26,7 @@ class Unreserved:
 
     num_bytes = 0
     """Of the places that are not pinned."""
+    num_shared_and_pinned = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -34,19 +36,26 @@ class Unreserved:
         return unwritten(num_bytes, dtype)
 
 
-def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
+def pin_unreserved(memory: np.ndarray, *, read_only: bool = False) -> None:
     """As `pinned_memory.pin`, from where on the memory counts as pinned."""
     _pin(memory, read_only=read_only)
     Unreserved.num_bytes -= memory.nbytes
+
+
+def pin_shared(memory: np.ndarray, *, read_only: bool = False) -> None:
+    """As `pinned_memory.pin`, of memory that goes on counting as shared."""
+    _pin(memory, read_only=read_only)
+    Unreserved.num_shared_and_pinned += memory.nbytes
 
 
 _pin = pinned_memory.pin
 
 
 def leave_unreserved() -> None:
-    """Has places in host memory made without the memory."""
-    module: Any = pinned_memory
-    module.np, module.pin = Unreserved(), pin
+    """Has places in host memory made without the memory, and each counted once."""
+    places: Any = pinned_memory
+    shared: Any = shared_memory
+    places.np, places.pin, shared.pin = Unreserved(), pin_unreserved, pin_shared
 
 
 class _MallInfo(ctypes.Structure):
@@ -67,10 +76,10 @@ def heap_bytes() -> int:
 
 
 def pinned_bytes() -> int:
-    """What CUDA has given out or was shown."""
+    """What CUDA has given out or was shown, without shared memory."""
     counted = ctypes.CDLL(os.environ["LD_PRELOAD"]).null_gpu_pinned
     counted.restype = ctypes.c_uint64
-    return counted()
+    return counted() - Unreserved.num_shared_and_pinned
 
 
 def shared_bytes() -> int:

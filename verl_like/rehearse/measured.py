@@ -17,7 +17,7 @@ class Measured:
     heap: int = 0
     """Of the host, at its end or with a whole model that is loaded: what malloc has given out, written or not."""
     pinned: int = 0
-    """Of the host, at its end: what CUDA has given out or was shown."""
+    """Of the host, at its end: what CUDA has given out or was shown, without what is shared."""
     shared: int = 0
     """Of the host, at its end: pages that other processes may map."""
 

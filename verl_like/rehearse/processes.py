@@ -1,5 +1,6 @@
 """The processes of a run, and what each of them holds of its GPU."""
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from verl_like.trainer.roles import Role
 
 TRAINING = "verl_like.rehearse.training_process"
 ENGINE = "verl_like.rehearse.engine_process"
+SHORT_OF_MEMORY = re.compile(r"Error: .*(memory|KV cache)", re.IGNORECASE)
+"""What vLLM and torch say when a GPU, or an engine's share of it, is too small."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,26 @@ def measure_rank(
 
 
 def can_run(config: Any) -> bool:
-    """Whether the engine is vLLM in one process."""
+    """Whether the engine is vLLM in one process, and nobody's own class for the role."""
     rollout = config.actor_rollout_ref.rollout
-    return rollout.name != "hf" and rollout.tensor_model_parallel_size == 1
+    is_built_in = Role.Rollout not in config.worker_classes
+    return is_built_in and rollout.name != "hf" and rollout.tensor_model_parallel_size == 1
 
 
 def measure_engine(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, device_bytes: int) -> Process:
-    """Runs the rollout engine of a pool on a GPU of the real size, of which it takes a share."""
+    """Runs the rollout engine of a pool on a GPU of the real size, of which it takes a share.
+
+    Raises RuntimeError, with its last lines, if it ends early for another reason than memory.
+    """
     began = time.monotonic()
     roles, num_ranks = (Role.Rollout,), sum(pool.nodes)
     try:
         answer = null_gpu.run(ENGINE, command, device_bytes)
     except RuntimeError as error:
-        said = str(error).splitlines()[-1].removeprefix("[rank0]: ")  # by torch, before what a rank says
+        of_memory = [line for line in str(error).splitlines() if SHORT_OF_MEMORY.search(line)]
+        if not of_memory:
+            raise
+        said = of_memory[-1].removeprefix("[rank0]: ")  # by torch, before what a rank says
         return replace(counted_engine(pool), refusal=said)
     phases = tuple(Measured(**phase) for phase in answer["phases"])
     process = Process(roles, 0, num_ranks, phases, note=answer["note"])

@@ -8,8 +8,10 @@ from ray._private.utils import estimate_available_memory, get_shared_memory_byte
 
 from verl_like.protocol.columns import COLUMNS
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.memory import ModelSize
-from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.trainer.ppo_workers import transport_to_copies
+from verl_like.workers.models.packed_models import PolicyModel, ValueModel
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
@@ -36,14 +38,21 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     columns = [column for column in COLUMNS.values() if column.kind == "tensor"]
     row_bytes = sum(times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns)
     num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
-    of_rows = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.weight_transport != "object_store":
-        return of_rows
-    model = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel)
-    what, exported = ("adapter", model.trained) if model.has_adapter else ("weights", model.parameters)
-    num_bytes = exported * getattr(torch, rollout.dtype).itemsize
-    return of_rows | {f"{what} of the policy, {rollout.dtype}": num_bytes}
+    needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
+    rollout, critic = config.actor_rollout_ref.rollout, config.critic.model
+    if rollout.weight_transport == "object_store":
+        policy = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel)
+        needed |= _exported("policy", policy, rollout.dtype)
+    has_copy = isinstance(config, DetachedConfig) and config.needs_critic
+    if has_copy and transport_to_copies(config) == "object_store":
+        needed |= _exported("critic", ModelSize.of(critic, "critic.model", ValueModel), critic.fsdp_config.dtype)
+    return needed
+
+
+def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
+    """The bytes of a model's export, by what they are."""
+    what, number = ("adapter", model.trained) if model.has_adapter else ("weights", model.parameters)
+    return {f"{what} of the {role}, {dtype}": number * getattr(torch, dtype).itemsize}
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:

@@ -36,9 +36,7 @@ def build_role_worker_mapping(
     actor = {"total_training_steps": actor_steps}
     actor |= {"with_sum_pi_squared": True} if "sum_pi_squared" in config.estimator_needs else {}
     critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
-    rollout = config.actor_rollout_ref.rollout
-    # What goes straight into engines does not reach a detached maker's copy of the critic.
-    critic |= {"weight_transport": "object_store" if rollout.sends_directly else rollout.weight_transport}
+    critic |= {"weight_transport": transport_to_copies(config)}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
         Role.Actor: (ActorWorker, policy | actor),
         Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
@@ -57,6 +55,12 @@ def build_role_worker_mapping(
         mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
         mapping[role].plugins = config.plugins
     return mapping
+
+
+def transport_to_copies(config: PPOConfig) -> str:
+    """How weights reach a detached maker's copies: as they reach engines, unless they go straight into these."""
+    rollout = config.actor_rollout_ref.rollout
+    return "object_store" if rollout.sends_directly else rollout.weight_transport
 
 
 def import_worker_class(role: str, path: str) -> type[Worker]:

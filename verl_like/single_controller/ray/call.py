@@ -40,14 +40,14 @@ class UnreportedCalls:
             try:
                 self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
             except RayError as error:
-                method, _ = self._calls.pop(reference)
-                if reference not in self.waited_for:
+                method, _ = self._calls.pop(reference, ("", 0))  # another thread may have reported it
+                if method and reference not in self.waited_for:
                     _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
         self.waited_for &= self._calls.keys()
 
     def _report(self, reference: Any, header: CallHeader) -> None:
-        if reference in self._calls:
-            self.report(*self._calls.pop(reference), header)
+        if call := self._calls.pop(reference, None):  # once, of whatever thread
+            self.report(*call, header)
 
 
 class _CallOnRanks(PendingCall):

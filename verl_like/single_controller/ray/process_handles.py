@@ -3,6 +3,7 @@
 import functools
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections import Counter
@@ -44,6 +45,8 @@ class ProcessHandles:
         self.role, self.pool = role, pool
         self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
+        self.submitting = threading.Lock()
+        """Held while a call is submitted: all ranks get the calls of several threads in one order."""
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
         places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)

@@ -106,10 +106,11 @@ class RayWorkerGroup(WorkerGroup):
         if self.processes.stopped is not None:
             raise self.processes.stopped
         references = []
-        for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False)):
-            packed = [pack(value) for value in args], {name: pack(value) for name, value in kwargs.items()}
-            message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
-            references.append((actor.stream if spec.streams else actor.call).remote(message))
+        with self.processes.submitting:
+            for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False)):
+                packed = [pack(value) for value in args], {name: pack(value) for name, value in kwargs.items()}
+                message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
+                references.append((actor.stream if spec.streams else actor.call).remote(message))
         call = (self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
         return RayStream(references, *call) if spec.streams else RayCall(references, *call)
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
@@ -53,8 +53,12 @@ class ExperienceBuffer:
             self._changed.notify_all()
         return kept
 
-    def take(self, num_groups: int, version: int, deadline_s: float) -> tuple[list[int], DataProto]:
+    def take(
+        self, num_groups: int, version: int, deadline_s: float, check: Callable[[], None] = lambda: None
+    ) -> tuple[list[int], DataProto]:
         """Waits for `num_groups` groups for the step after `version`, as `PromptLedger.choose` says which.
+
+        `check` is called meanwhile, and ends the wait by raising.
 
         Several calls with one version take a step in parts. Returns their numbers, ascending, and their rows in that
         order. Raises TimeoutError, which names who holds them, if they, and those of the other trainers for the
@@ -73,6 +77,7 @@ class ExperienceBuffer:
                         f"each trainer needs {num_groups} groups for the step after version {version}. "
                         f"After {deadline_s:g} s {'; '.join(have)}"
                     )
+                check()
                 # Short, because what comes for another trainer, or is dropped elsewhere, can end the wait too.
                 self._changed.wait(0.1)
             groups = [self._groups.pop(number) for number in numbers]

@@ -65,8 +65,13 @@ class DetachedConfig(PPOConfig):
 
     @property
     def num_parts_of_step(self) -> int:
-        """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so, else 1."""
+        """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so, else 1.
+
+        Where makers load weights between two steps alone, none waits for the end of a step that waits for its samples.
+        """
         actor, critic = self.actor_rollout_ref.actor, self.critic
+        if self.actor_rollout_ref.rollout.sends_directly:
+            return 1
         is_one_schedule = critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
         is_same = actor.ppo_epochs == 1 and (is_one_schedule or not self.needs_critic)
         return self.data.train_batch_size // actor.ppo_mini_batch_size if self.detached.max_staleness and is_same else 1
@@ -152,9 +157,9 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
         yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
     if config.actor_rollout_ref.rollout.weight_transport == "nccl" and Role.Actor in config.maker_roles:
         yield (
-            "actor_rollout_ref.rollout.weight_transport=nccl loads engines alone, but a maker has a copy of the actor, "
-            "for old log-probabilities or those of the reference; set algorithm.rollout_correction.bypass_mode=true, "
-            "with an adapter a reference on a pool of its own, or gloo"
+            "actor_rollout_ref.rollout.weight_transport=nccl loads engines alone, but a maker has a copy of the actor "
+            "for old log-probabilities; set algorithm.rollout_correction.bypass_mode=true, as many prompts in "
+            "actor_rollout_ref.actor.ppo_mini_batch_size as in data.train_batch_size, or gloo"
         )
     if detached.update_steps > detached.max_staleness + 1:
         yield (

@@ -36,7 +36,7 @@ from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.flops import ModelCost
 
 
-@remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1})
+@remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1, "turns": 32})
 class DetachedPPOTrainer(Side):
     """The driver of one trainer, a named Ray actor, which pushes weights if it is the first of its model.
 
@@ -94,7 +94,8 @@ class DetachedPPOTrainer(Side):
             for part in range(1, num_parts + 1):
                 with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
                     # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
-                    taken, batch = self.buffer.take(data.train_batch_size // num_parts, version, 2 * deadline_s)
+                    num_groups = data.train_batch_size // num_parts
+                    taken, batch = self.buffer.take(num_groups, version, 2 * deadline_s, self.turns.raise_failure)
                     self.begin_step(version)
                 numbers += taken
                 batches.append(batch.select())
@@ -169,24 +170,25 @@ class DetachedPPOTrainer(Side):
             compute=lambda: engine_check.log_probs_of(actor, drawn),
         )
 
-    @ray.method(concurrency_group="weights")
-    def hold_weights(self, maker: str, receivers: str) -> PushedWeights:
-        """The newest weights for a maker, whose engines are `receivers`; they stay as they are until `send_weights`.
+    @ray.method(concurrency_group="turns")
+    def hold_weights(self, maker: str) -> PushedWeights:
+        """The newest weights for a maker, by its name in the ledger; they stay as they are until `send_weights`.
 
         Waits until no step runs and no other maker loads. With `rollout.weight_transport=nccl`.
         """
         self.turns.begin_loading(maker)
-        if self.pushed is None or self.pushed.version < self.learner.version:
-            self.push()
-        assert self.pushed is not None
-        address, *_ = self.groups[Role.Actor].address_for(receivers)
-        return replace(self.pushed, address=address)
+        with self.turns.loading(maker, ends=False):
+            if self.pushed is None or self.pushed.version < self.learner.version:
+                self.export()
+            assert self.pushed is not None
+            address, *_ = self.groups[Role.Actor].address_for(maker)
+            return replace(self.pushed, address=address)
 
-    @ray.method(concurrency_group="buffer")
-    def send_weights(self, receivers: str, num_receivers: int) -> None:
+    @ray.method(concurrency_group="turns")
+    def send_weights(self, maker: str, num_receivers: int) -> None:
         """Sends the weights to the maker that holds them, whose `num_receivers` processes load them meanwhile."""
-        with self.turns.loading():
-            self.groups[Role.Actor].send_weights.remote(num_receivers, receivers).get()
+        with self.turns.loading(maker):
+            self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
 
     def report_files(self, wait: bool) -> None:
         """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""
@@ -224,6 +226,13 @@ class DetachedPPOTrainer(Side):
         """The first trainer exports the weights, of which each has whole copies, and gives all makers references."""
         if self.index:
             return
+        self.export()
+        for name in self.maker_names:
+            with contextlib.suppress(WorkerDied):  # when it was started again, it asks for what was pushed last
+                side_named(name).update_experience_maker.remote(self.pushed)
+
+    def export(self) -> None:
+        """Has the weights exported, for whoever asks for the newest ones."""
         version = self.learner.version
         with self.pushing:
             futures = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
@@ -232,9 +241,6 @@ class DetachedPPOTrainer(Side):
                 future.finish()
             self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
-        for name in self.maker_names:
-            with contextlib.suppress(WorkerDied):  # when it was started again, it asks for what was pushed last
-                side_named(name).update_experience_maker.remote(self.pushed)
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:

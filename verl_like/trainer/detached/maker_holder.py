@@ -350,7 +350,7 @@ class ExperienceMakerHolder(Side):
     def hold_weights(self) -> PushedWeights:
         """The newest weights, which the first trainer does not change before it has sent them."""
         deadline_s = 3 * self.config.trainer.call_timeout_s  # a step of the trainer may be under way
-        return ask(self.trainer_names[0], "hold_weights", self.name, self.name_in_ledger, timeout=deadline_s)
+        return ask(self.trainer_names[0], "hold_weights", self.name_in_ledger, timeout=deadline_s)
 
     def weights_of_actor(self, weights: PushedWeights) -> Weights:
         """What the engines load; where the trainer waits for them, it sends the values meanwhile."""
