@@ -228,11 +228,10 @@ def host_memory(name: str) -> int:
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if f"NULL_GPU_NAME={name}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                (line,) = [
-                    each for each in (process / "smaps_rollup").read_text().splitlines() if each.startswith("Pss:")
-                ]
-                total += int(line.split()[1]) * 1024
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if f"NULL_GPU_NAME={name}".encode() in variables:
+                lines = (process / "smaps_rollup").read_text().splitlines()
+                total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
 
 

@@ -27,8 +27,9 @@ LAYER = {
 OPTIONAL = {
     "vllm": {
         *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
-        "workers/weight_transfer/direct.py",
+        *("workers/weight_transfer/direct.py", "rehearse/engine_process.py"),
     },
+    "triton": {"rehearse/engine_process.py"},
     "peft": {"workers/models/lora.py"},
     "flash_attn": {"workers/models/attention.py"},
     "verl_like.workers.models.head_kernels": {"workers/models/linear_log_prob.py"},  # imports Triton

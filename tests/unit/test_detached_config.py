@@ -226,8 +226,6 @@ def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_l
     assert mapping["actor"].kwargs["config"].rollout.weight_transport == "nccl"
     gloo = build_role_worker_mapping(config_of("actor_rollout_ref.rollout.weight_transport=gloo"), {})
     assert gloo["critic"].kwargs["weight_transport"] == "gloo"
-    ahead = config_of(
-        *nccl, *IN_FLIGHT[:3], "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=6"
-    )
+    ahead = config_of(*nccl, *IN_FLIGHT[:3], "algorithm.adv_estimator=grpo")
     assert ahead.num_parts_of_step == 1, "in a step no maker gets weights, so a step waits for nothing that one makes"
     assert ahead.updated({"actor_rollout_ref.rollout.weight_transport": "gloo"}).num_parts_of_step == 2

@@ -85,7 +85,7 @@ class DetachedPPOTrainer(Side):
             if resumed:
                 self.recorder.notes += self.learner.restore(resumed.folder, resumed.step)
         self.push()
-        data, deadline_s = self.config.data, self.config.trainer.call_timeout_s
+        data = self.config.data
         num_parts = self.config.num_parts_of_step
         step_started = time.time()
         for version in range(self.learner.version, total_steps):
@@ -93,10 +93,7 @@ class DetachedPPOTrainer(Side):
             step, numbers, batches, updates = version + 1, [], [], []
             for part in range(1, num_parts + 1):
                 with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
-                    # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
-                    num_groups = data.train_batch_size // num_parts
-                    taken, batch = self.buffer.take(num_groups, version, 2 * deadline_s, self.turns.raise_failure)
-                    self.begin_step(version)
+                    taken, batch = self.take(data.train_batch_size // num_parts, version)
                 numbers += taken
                 batches.append(batch.select())
                 batch.meta_info["part_of_step"] = (part, num_parts)
@@ -147,6 +144,14 @@ class DetachedPPOTrainer(Side):
             if is_last:
                 break
         return self.learner.version
+
+    def take(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
+        """Waits for what the step after `version` trains next, and then until the weights may change."""
+        # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
+        deadline_s = 2 * self.config.trainer.call_timeout_s
+        taken = self.buffer.take(num_groups, version, deadline_s, self.turns.raise_failure)
+        self.begin_step(version)
+        return taken
 
     def begin_step(self, version: int) -> None:
         """Before a step changes the weights, waits for makers whose engines are to be compared with them."""
