@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.engine.fsdp import FsdpEngine
+from verl_like.workers.engine.host_memory import HostMemory
 
 pytestmark = pytest.mark.proof  # test_workers_two_ranks.py has ddp and zero3
 
@@ -45,7 +46,7 @@ class Watch:
         self.engine, self.holds, self.places = engine, {}, defaultdict(dict)
         self.place = {"parameters": "", "Adam": ""}
         engine.device = DEVICE
-        backward, move = engine.backward, torch.Tensor.to
+        backward, move, keep = engine.backward, torch.Tensor.to, HostMemory.to_host
 
         def watched(loss: torch.Tensor, *, is_last: bool) -> None:
             self.look("forward to backward pass")
@@ -53,13 +54,21 @@ class Watch:
             if not is_last:
                 self.look("between micro-batches")
 
-        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def moves(tensor: torch.Tensor, place: str) -> None:
             for what, tensors in (("parameters", engine.model.parameters()), ("Adam", self.moments())):
-                if args and isinstance(args[0], str | torch.device) and any(tensor is other for other in tensors):
-                    self.place[what] = str(args[0])
+                if any(tensor is other for other in tensors):
+                    self.place[what] = place
+
+        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if args and isinstance(args[0], str | torch.device):
+                moves(tensor, str(args[0]))
             return move(tensor, *args, **kwargs)
 
-        engine.backward, torch.Tensor.to = watched, record
+        def record_host(memory: HostMemory, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+            moves(tensor, "cpu")
+            return keep(memory, name, tensor)
+
+        engine.backward, torch.Tensor.to, HostMemory.to_host = watched, record, record_host
         engine.optimizer.register_step_pre_hook(lambda *_: self.look("optimizer step"))
 
     def moments(self) -> list[torch.Tensor]:
@@ -84,7 +93,7 @@ def train_on_rank(rank: int, ranks: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     # In each of the two mini-batches the same rows as one rank has.
     own = torch.arange(8).view(2, ranks, -1)[:, rank].flatten().tolist()
-    move = torch.Tensor.to
+    move, keep = torch.Tensor.to, HostMemory.to_host
     for strategy in [name for name, its_ranks in STRATEGIES.items() if its_ranks == ranks]:
         for offload, keys in OFFLOADS.items():
             settings = {"prompts": 4, "micro": 1, "optim": {"lr": 1e-3}, "grad_clip": 0.5, "use_kl_loss": True}
@@ -94,7 +103,7 @@ def train_on_rank(rank: int, ranks: int, port: int, folder: str) -> None:
             watch = Watch(actor.engine)
             updates = [actor.update_actor(make_batch(rows=8, seed=seed).select_idxs(own)) for seed in range(2)]
             watch.look("between calls")
-            torch.Tensor.to = move
+            torch.Tensor.to, HostMemory.to_host = move, keep
             layers = [parameter.numel() for layer in actor.engine.units[:-1] for parameter in layer.parameters()]
             told = {
                 "metrics": [
