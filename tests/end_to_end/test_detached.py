@@ -199,8 +199,10 @@ def test_actor_and_critic_train_each_mini_batch_of_a_step_as_it_arrives_and_two_
     calls = calls_of(tmp_path)
     assert calls["update_critic"] == 2 * num_steps * num_trainers
     assert calls["update_actor"] == 2 * (num_steps - 1) * num_trainers
-    # Of actor and critic by the first trainer, before the first step and after every `update_steps`.
-    assert calls["export_weights"] == 2 * (1 + num_steps // num_trainers)
+    # By the first trainer, before the first step and after every `update_steps`; out of turn, where the maker that was
+    # started again is compared with weights that were not pushed.
+    pushes = 1 + num_steps // num_trainers
+    assert calls["export_weights"] in (2 * pushes, 2 * (pushes + num_trainers - 1))  # of actor and critic
 
 
 # Responses have 8 tokens, those to the first prompt of the data 160. What a maker has made is written in that order.
