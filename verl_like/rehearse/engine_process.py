@@ -99,7 +99,8 @@ def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
 def measure(config: PPOConfig, device: Device) -> str:
     """Takes the phases of an engine of one process; returns what is to be known of its cache."""
     policy = config.actor_rollout_ref
-    settings = policy.rollout
+    # An actor that sends while the engine loads is not there: the same weights come staged.
+    settings = policy.rollout.model_copy(update={"weight_transport": "object_store"})
     with device.phase("rollout start") as of_start:
         engine = RealSizeEngine(settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda")
         of_start |= parts_of(engine)
