@@ -11,7 +11,9 @@ from safetensors.numpy import load_file
 METRICS = ("loss", "pg_loss", "vf_loss", "kl_loss", "grad_norm")
 """The last parts of the names of the metrics that are compared."""
 TINY, HUGE = 1e-300, 1e306
-CHECKPOINT_FILES = "*/global_step_*/*/checkpoint/rank_*.safetensors"
+METRICS_FILE = "2*/metrics.jsonl"
+"""In the folder of the run, which is named by its date."""
+CHECKPOINT_FILES = "2*/global_step_*/*/checkpoint/rank_*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def compare_metrics(here: Path, other: Path) -> Iterator[Difference]:
 
 def rows_of(run: Path) -> dict[int, dict[str, float]]:
     """The metrics of each training step of a run."""
-    (file,) = run.glob("*/metrics.jsonl")
+    (file,) = run.glob(METRICS_FILE)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {row["step"]: row for row in rows if row["step"] > 0}
 

@@ -29,6 +29,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
         (folder.parents[2] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tensors = {"model.w": np.array([3.0, 4.0]), "optimizer.w.exp_avg": np.array([0.3, 0.4])}
         save_file(tensors, folder / "rank_00000.safetensors")
+        (run / "latest").symlink_to("2026-11-23_05-00-00")
     return tmp_path / "here", tmp_path / "other"
 
 
@@ -56,7 +57,7 @@ def test_a_difference_is_relative_to_the_largest_value_and_says_since_when(runs:
     assert tokens.relative == 0.0
     assert log_probs.relative == pytest.approx(0.01) and log_probs.first_step == 2
     assert str(log_probs) == "1.0e-02 apart, from step 2 on"
-    (file,) = here.glob("*/metrics.jsonl")
+    (file,) = here.glob("2*/metrics.jsonl")
     file.write_text(file.read_text().replace("0.25", "0.20"))
     (loss,) = compare_metrics(here, other)
     assert loss.relative == pytest.approx(0.1) and loss.first_step == 1
@@ -64,7 +65,7 @@ def test_a_difference_is_relative_to_the_largest_value_and_says_since_when(runs:
 
 def test_a_tensor_that_differs_counts_by_its_norm_and_alone(runs: tuple[Path, Path]):
     here, other = runs
-    (file,) = here.glob("*/global_step_*/*/checkpoint/*.safetensors")
+    (file,) = here.glob("2*/global_step_*/*/checkpoint/*.safetensors")
     save_file({"model.w": np.array([3.0, 4.5]), "optimizer.w.exp_avg": np.array([0.3, 0.4])}, file)
     assert compare_tensors("weights", here, other, is_weight).relative == pytest.approx(0.5 / 5)
     assert compare_tensors("gradients", here, other, is_gradient).relative == 0.0
@@ -88,11 +89,11 @@ def test_a_missing_step_column_metric_or_file_is_an_error(runs: tuple[Path, Path
     (here / "step_002.npz").unlink()
     with pytest.raises(ValueError, match=r"has 1 recorded steps, .* has 2"):
         list(compare_steps(here, other))
-    (file,) = here.glob("*/metrics.jsonl")
+    (file,) = here.glob("2*/metrics.jsonl")
     file.write_text(file.read_text().replace("actor/loss", "actor/lost"))
     with pytest.raises(ValueError, match=r"has no actor/loss in the steps \[1, 2\]"):
         list(compare_metrics(here, other))
-    (checkpoint,) = here.glob("*/global_step_*/*/checkpoint/*.safetensors")
+    (checkpoint,) = here.glob("2*/global_step_*/*/checkpoint/*.safetensors")
     checkpoint.unlink()
     with pytest.raises(ValueError, match="has the files"):
         compare_tensors("weights", here, other, is_weight)
