@@ -11,9 +11,7 @@ from safetensors.numpy import load_file
 METRICS = ("loss", "pg_loss", "vf_loss", "kl_loss", "grad_norm")
 """The last parts of the names of the metrics that are compared."""
 TINY, HUGE = 1e-300, 1e306
-METRICS_FILE = "2*/metrics.jsonl"
-"""In the folder of the run, which is named by its date."""
-CHECKPOINT_FILES = "2*/global_step_*/*/checkpoint/rank_*.safetensors"
+CHECKPOINT_FILES = "global_step_*/*/checkpoint/rank_*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,14 @@ def compare_metrics(here: Path, other: Path) -> Iterator[Difference]:
 
 def rows_of(run: Path) -> dict[int, dict[str, float]]:
     """The metrics of each training step of a run."""
-    (file,) = run.glob(METRICS_FILE)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder_of(run) / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows if row["step"] > 0}
+
+
+def folder_of(run: Path) -> Path:
+    """Where a run that was started once wrote: a folder that is named by its date."""
+    (folder,) = run.glob("2*")
+    return folder
 
 
 def of_steps(quantity: str, steps: list[tuple[np.ndarray, np.ndarray]]) -> Difference:
@@ -95,12 +98,13 @@ def compare_tensors(quantity: str, here: Path, other: Path, wanted: Callable[[st
 
     Raises ValueError if files or tensors are missing.
     """
-    files = [sorted(str(file.relative_to(run)) for file in run.glob(CHECKPOINT_FILES)) for run in (here, other)]
+    folders = folder_of(here), folder_of(other)
+    files = [sorted(str(file.relative_to(folder)) for file in folder.glob(CHECKPOINT_FILES)) for folder in folders]
     if files[0] != files[1] or not files[0]:
         raise ValueError(f"{here} has the files {files[0]}, {other} has {files[1]}")
     num_values, squared_difference, squared_norm = 0, 0.0, 0.0
     for file in files[0]:
-        mine, theirs = load_file(here / file), load_file(other / file)
+        mine, theirs = (load_file(folder / file) for folder in folders)
         names = {name for name in mine.keys() | theirs.keys() if wanted(name)}
         missing = [name for name in names if name not in mine or name not in theirs]
         if missing or not names:

@@ -382,3 +382,35 @@ def test_union_moves_no_column_to_another_device():
     united = here.union(there).batch
     assert (united["a"].device.type, united["b"].device.type, united.device) == ("cpu", "meta", None)
     assert here.union(DataProto.from_dict({"c": torch.ones(2)}).to("cpu")).batch.device == torch.device("cpu")
+
+
+def test_jagged_columns_with_rows_of_the_same_lengths_can_be_computed_with_after_every_operation(tmp_path):
+    """torch computes between two jagged tensors only if they have one offsets tensor."""
+
+    def jagged(*rows: list[float]) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    rewards, values = jagged([1.0, 2.0], [], [3.0]), jagged([10.0, 20.0], [], [30.0])
+    with pytest.raises(RuntimeError):
+        rewards + values
+    data = DataProto.from_dict({"rewards": rewards, "dense": torch.ones(3, 2), "values": values})
+    other = DataProto.from_dict({"masks": jagged([1.0, 0.0], [], [1.0]), "tokens": jagged([1.0], [2.0], [3.0, 4.0])})
+    data.save_to_disk(tmp_path / "batch")
+    united = data.union(other)
+    assert united.batch["rewards"] is data.batch["rewards"]  # what is stored elsewhere stays known
+    made = {
+        "as given": (data, [[11.0, 22.0], [], [33.0]]),
+        "picked rows": (data[[2, 0, 0]], [[33.0], [11.0, 22.0], [11.0, 22.0]]),
+        "a view": (data.rows(1, 3), [[], [33.0]]),
+        "joined": (DataProto.concat([data[[1]], data]), [[], [11.0, 22.0], [], [33.0]]),
+        "renamed and selected": (data.rename("dense", "d").select(["values", "rewards"]), [[11.0, 22.0], [], [33.0]]),
+        "sent": (DataProto.from_state(*united.__getstate__()), [[11.0, 22.0], [], [33.0]]),
+        "read": (DataProto.load_from_disk(tmp_path / "batch"), [[11.0, 22.0], [], [33.0]]),
+        "no row": (data[[]], []),
+    }
+    for what, (batch, sums) in made.items():
+        total = batch.batch["rewards"] + batch.batch["values"]
+        assert [row.tolist() for row in total.unbind()] == sums, what
+    masked = united.batch["rewards"] * united.batch["masks"]
+    assert [row.tolist() for row in masked.unbind()] == [[1.0, 0.0], [], [3.0]]
+    assert [row.tolist() for row in united.batch["tokens"].unbind()] == [[1.0], [2.0], [3.0, 4.0]]

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
     """Two equal runs of two steps."""
-    for name in ("here", "other"):
+    for name, date in (("here", "2026-11-23_05-00-00"), ("other", "2026-11-23_05-01-00")):
         run = tmp_path / name
-        folder = run / "2026-11-23_05-00-00/global_step_2/actor/checkpoint"
+        folder = run / date / "global_step_2/actor/checkpoint"
         folder.mkdir(parents=True)
         for step in (1, 2):
             tokens = np.array([[5, step, 0]])
@@ -29,7 +29,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
         (folder.parents[2] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tensors = {"model.w": np.array([3.0, 4.0]), "optimizer.w.exp_avg": np.array([0.3, 0.4])}
         save_file(tensors, folder / "rank_00000.safetensors")
-        (run / "latest").symlink_to("2026-11-23_05-00-00")
+        (run / "latest").symlink_to(date)
     return tmp_path / "here", tmp_path / "other"
 
 

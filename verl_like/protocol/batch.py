@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl_like.protocol.row_ops import check_tensor_column, deep_equal, is_jagged, jagged_parts, map_leaves, write_count
+from verl_like.protocol.row_ops import (
+    check_tensor_column,
+    deep_equal,
+    is_jagged,
+    jagged_parts,
+    map_leaves,
+    share_offsets,
+    write_count,
+)
 from verl_like.protocol.wire import WireTensor, from_wire, read_file, to_wire, write_file
 
 # (number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info)
@@ -21,8 +29,11 @@ class Batch:
     """The columns of some rows: tensors in `batch` (one batch dimension), objects in `non_tensor_batch`, and
     `meta_info`, which is about the batch and not about a row.
 
-    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Containers are never shared between two
-    batches; columns are values: replace them (`data.batch["x"] = ...`), never write into them.
+    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Those with rows of the same lengths share
+    one offsets tensor, so that torch computes between them.
+
+    Containers are never shared between two batches; columns are values: replace them (`data.batch["x"] = ...`), never
+    write into them.
     """
 
     batch: TensorDict | None = None
@@ -84,7 +95,7 @@ class Batch:
         data = type(self).__new__(type(self))
         data.batch = None
         if self.batch is not None:
-            data.batch = TensorDict(dict(tensors), batch_size=[num_rows], device=self.batch.device)
+            data.batch = TensorDict(share_offsets(tensors), batch_size=[num_rows], device=self.batch.device)
         data.non_tensor_batch, data.meta_info = arrays, map_leaves(lambda leaf: leaf, meta_info)
         return data
 
@@ -139,7 +150,7 @@ class Batch:
         num_rows, tensors, self.non_tensor_batch, meta_info = state
         self.batch = None
         if num_rows is not None:
-            columns = {name: from_wire(tensor) for name, tensor in tensors.items()}
+            columns = share_offsets({name: from_wire(tensor) for name, tensor in tensors.items()})
             self.batch = TensorDict(columns, batch_size=[num_rows])
         self.meta_info = map_leaves(lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info)
 
@@ -162,5 +173,6 @@ class Batch:
     def load_from_disk(cls, path: str | os.PathLike[str]) -> Self:
         """A batch written by `save_to_disk`, on the CPU."""
         contents = read_file(path)
-        batch = None if contents["rows"] is None else TensorDict(contents["batch"], batch_size=[contents["rows"]])
+        num_rows, columns = contents["rows"], share_offsets(contents["batch"])
+        batch = None if num_rows is None else TensorDict(columns, batch_size=[num_rows])
         return cls(batch, contents["non_tensor_batch"], contents["meta_info"])

@@ -44,7 +44,7 @@ class DataProto(Batch):
             sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
-            batch = TensorDict(dict(tensors), batch_size=[next(iter(sizes.values()))])
+            batch = TensorDict(row_ops.share_offsets(tensors), batch_size=[next(iter(sizes.values()))])
         arrays = {
             name: row_ops.object_array(value) if isinstance(value, (list, tuple)) else cast(np.ndarray, value)
             for name, value in (non_tensors or {}).items()
@@ -89,7 +89,7 @@ class DataProto(Batch):
     def select_idxs(self, idxs: row_ops.RowIndices) -> "DataProto":
         """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one bool per row."""
         indices = row_ops.row_indices(idxs, len(self))
-        return self.map_columns(len(indices), lambda column: row_ops.take_rows(column, indices))
+        return self.map_columns(len(indices), row_ops.RowTaker(indices))
 
     def reorder(self, indices: torch.Tensor) -> None:
         """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation."""

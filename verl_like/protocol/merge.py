@@ -2,13 +2,14 @@
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
-from verl_like.protocol.row_ops import concat_columns, deep_equal
+from verl_like.protocol.row_ops import concat_columns, deep_equal, share_offsets
 
 V = TypeVar("V")
 # meta_info entries that every call writes anew, as dicts by name.
@@ -36,7 +37,8 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
     if sizes[0] != sizes[1]:
         raise ValueError(f"union: the batch sizes differ, {tuple(sizes[0])} and {tuple(sizes[1])}.")
-    united = union_columns("batch", dict(tensor_dict1.items()), dict(tensor_dict2.items()))
+    columns = [cast(dict[str, torch.Tensor], dict(each.items())) for each in (tensor_dict1, tensor_dict2)]
+    united = share_offsets(union_columns("batch", *columns))
     # With a device, a TensorDict would move its columns there.
     device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
     return TensorDict(united, sizes[0], device=device)

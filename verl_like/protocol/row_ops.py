@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -40,11 +40,37 @@ def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return column.values(), cast(Any, column).offsets()
 
 
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """(B + 1,) int64, where each row begins in the values, and the end of the last one, by row lengths (B,)."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, dim=0, out=offsets[1:])
+    return offsets
+
+
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The inverse of `jagged_parts`, by row lengths (B,)."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
-    torch.cumsum(lengths, dim=0, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets_of(lengths))
+
+
+def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The columns, of which jagged ones with rows of the same lengths share one offsets tensor, that of the first.
+
+    torch computes only between jagged tensors that share it. A column that shares it already stays the same tensor.
+    """
+    known: list[torch.Tensor] = []
+    return {name: _on_offsets(column, known) if is_jagged(column) else column for name, column in columns.items()}
+
+
+def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
+    """The jagged column on the one of the known offsets that are its own, which become known if there is none."""
+    values, offsets = jagged_parts(column)
+    if any(each is offsets for each in known):
+        return column
+    for each in known:
+        if each.device == offsets.device and torch.equal(each, offsets):
+            return torch.nested.nested_tensor_from_jagged(values, offsets=each)
+    known.append(offsets)
+    return column
 
 
 def write_count(tensor: torch.Tensor) -> int:
@@ -87,20 +113,39 @@ def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
     return torch.where(indices < 0, indices + num_rows, indices)
 
 
-def take_rows(column: ColumnData, indices: torch.Tensor) -> ColumnData:
-    """Copies of the rows `indices` (int64 on CPU, each of them a row of the column, repeats allowed)."""
-    if isinstance(column, np.ndarray):
-        return column[indices.numpy()]
-    indices = indices.to(column.device)
-    if not column.is_nested:
-        # Whole rows at a time, twice as fast as column[indices].
-        return torch.index_select(column.detach(), 0, indices, out=_empty(column, len(indices)))
-    values, offsets = jagged_parts(column)
-    lengths = offsets.diff()[indices]
-    # Position of each kept value = where its row starts in `values` + its place in the row.
-    new_starts = lengths.cumsum(0) - lengths
-    shift = torch.repeat_interleave(offsets[:-1][indices] - new_starts, lengths)
-    return jagged_from_lengths(values[shift + torch.arange(len(shift), device=shift.device)], lengths)
+class RowTaker:
+    """Copies rows of columns: `indices` (int64 on CPU), each of them a row of every column, repeats allowed.
+
+    Jagged columns that share their offsets share the copies' offsets, too.
+    """
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self.indices = indices
+        self._jagged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Offsets of jagged columns; where in their values the copies' values lie; the offsets of the copies."""
+
+    def __call__(self, column: ColumnData) -> ColumnData:
+        if isinstance(column, np.ndarray):
+            return column[self.indices.numpy()]
+        if not column.is_nested:
+            indices = self.indices.to(column.device)
+            # Whole rows at a time, twice as fast as column[indices].
+            return torch.index_select(column.detach(), 0, indices, out=_empty(column, len(indices)))
+        values, offsets = jagged_parts(column)
+        places, new_offsets = self._of_jagged(offsets)
+        return torch.nested.nested_tensor_from_jagged(values.detach().index_select(0, places), offsets=new_offsets)
+
+    def _of_jagged(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for known, places, new_offsets in self._jagged:
+            if known is offsets:
+                return places, new_offsets
+        lengths = offsets.diff()[self.indices.to(offsets.device)]
+        new_offsets = offsets_of(lengths)
+        # A copied value lies as far from the start of its row as before.
+        shift = torch.repeat_interleave(offsets[:-1][self.indices.to(offsets.device)] - new_offsets[:-1], lengths)
+        places = shift.add_(torch.arange(len(shift), device=shift.device))
+        self._jagged.append((offsets, places, new_offsets))
+        return places, new_offsets
 
 
 def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
