@@ -107,14 +107,16 @@ def compare_tensors(quantity: str, here: Path, other: Path, wanted: Callable[[st
         mine, theirs = (load_file(folder / file) for folder in folders)
         names = {name for name in mine.keys() | theirs.keys() if wanted(name)}
         missing = [name for name in names if name not in mine or name not in theirs]
-        if missing or not names:
-            raise ValueError(f"{file} lacks the tensors {missing or 'that are compared'}")
+        if missing:
+            raise ValueError(f"{file} lacks the tensors {missing} on one side")
         for name in names:
             value = theirs[name].astype(np.float64)
             num_values += value.size
             squared_norm += float(np.square(value).sum())
             if mine[name].tobytes() != theirs[name].tobytes():
                 squared_difference += max(float(np.square(mine[name] - value).sum()), TINY)
+    if not num_values:
+        raise ValueError(f"{here} has no {quantity}")
     return Difference(quantity, num_values, float(np.sqrt(squared_difference / squared_norm)))
 
 

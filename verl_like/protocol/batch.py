@@ -29,8 +29,8 @@ class Batch:
     """The columns of some rows: tensors in `batch` (one batch dimension), objects in `non_tensor_batch`, and
     `meta_info`, which is about the batch and not about a row.
 
-    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Those with rows of the same lengths share
-    one offsets tensor, so that torch computes between them.
+    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Those whose rows have the same lengths
+    share one offsets tensor, so that torch computes between them.
 
     Containers are never shared between two batches; columns are values: replace them (`data.batch["x"] = ...`), never
     write into them.
