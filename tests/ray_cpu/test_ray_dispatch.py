@@ -109,60 +109,50 @@ def test_a_batch_is_split_in_row_order_and_the_results_are_concatenated(four, ca
     result = call(four.scale_values, batch_of(8), shift=1.0)
     assert result.batch["scaled"].tolist() == [1.0, 11.0, 21.0, 31.0, 41.0, 51.0, 61.0, 71.0]
     assert result.batch["rank"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert result.batch["seen_padding"].tolist() == [0] * 8
 
 
 def test_only_the_columns_a_method_reads_travel(four):
     assert four.scale_values(batch_of(8)).meta_info["columns"] == ["values"]
 
 
-# ceil(7 / 4) = 2 rows per rank: rank 3 has row 6 and a copy of row 0. ceil(1 / 4) = 1: ranks 1 to 3 have only copies.
-@pytest.mark.parametrize(("rows", "padding_by_row"), [(7, [0, 0, 0, 0, 0, 0, 1]), (1, [0]), (5, [0, 0, 0, 0, 1])])
-def test_an_uneven_batch_is_padded_for_the_workers_only(four, call, rows, padding_by_row):
+@pytest.mark.parametrize(
+    ("rows", "rank_of_row"), [(7, [0, 0, 1, 1, 2, 2, 3]), (1, [0]), (5, [0, 0, 1, 2, 3]), (0, []), (3, [0, 1, 2])]
+)
+def test_any_number_of_rows_is_divided_as_evenly_as_it_goes(four, call, rows, rank_of_row):
     data = batch_of(rows, note="kept")
     result = call(four.scale_values, data)
     assert result.batch["scaled"].tolist() == [10.0 * row for row in range(rows)]
-    assert result.batch["seen_padding"].tolist() == padding_by_row
+    assert result.batch["rank"].tolist() == rank_of_row
     assert result.non_tensor_batch["uid"].tolist() == [f"0-{row}" for row in range(rows)]
-    assert result.meta_info["columns"] == ["is_pad", "values"]
+    assert result.meta_info["columns"] == ["values"], "also on ranks without rows"
     assert data.equal(batch_of(rows, note="kept")), "the caller's batch is not touched"
-    assert call(four.echo, data).equal(data), "neither padding nor its mark come back"
+    assert call(four.echo, data).equal(data)
 
 
-def test_outputs_of_padding_rows_are_dropped_when_a_row_has_several_outputs(four, call):
+def test_a_row_may_have_several_outputs(four, call):
     assert call(four.two_outputs_per_row, batch_of(3)).batch["values"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert call(four.one_output_per_rank, batch_of(7)).batch["values"].tolist() == [0, 2, 4, 6]
 
 
-def test_outputs_that_cannot_be_told_from_padding_are_an_error(four):
-    assert four.one_output_per_rank(batch_of(8)).batch["values"].tolist() == [0, 2, 4, 6]
-    with pytest.raises(WorkerError, match="returned 1 rows for 2 input rows"):
-        four.one_output_per_rank(batch_of(7))
-
-
-def test_a_callers_own_padding_mark_stays_and_is_combined(four):
+def test_a_callers_own_padding_mark_travels_to_the_workers_and_back(four):
     data = batch_of(3)
     data.batch["is_pad"] = torch.tensor([False, True, False])
     assert four.echo(data).equal(data)
     assert [r["real"] for r in four.count_real_rows(data)] == [1, 0, 1, 0]
 
 
-def test_metrics_in_meta_info_are_merged_over_ranks_without_padding(four, call):
+def test_metrics_in_meta_info_are_merged_over_ranks_that_have_unequal_numbers_of_rows(four, call):
     assert call(four.add_up, batch_of(7)).meta_info["metrics"]["sum"].value == 21.0  # 0 + 1 + ... + 6
 
 
 def test_dp_compute_metric_returns_every_ranks_result(four, call):
     assert call(four.count_real_rows, batch_of(1)) == [
-        {"rank": rank, "rows": 1, "real": int(rank == 0)} for rank in range(4)
+        {"rank": rank, "rows": int(rank == 0), "real": int(rank == 0)} for rank in range(4)
     ]
 
 
 def test_a_batch_of_meta_info_alone_reaches_every_rank(four):
     assert four.echo(DataProto(meta_info={"temperature": 0.5})).meta_info == {"temperature": 0.5}
-
-
-def test_a_batch_without_rows_is_refused(four):
-    with pytest.raises(ValueError, match="no rows"):
-        four.echo(DataProto.from_dict({"values": torch.zeros(0)}))
 
 
 def test_jagged_and_numeric_columns_survive_an_uneven_split(four):

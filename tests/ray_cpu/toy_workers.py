@@ -32,7 +32,7 @@ GRID = make_nd_compute_dataproto_dispatch_fn("grid")
 
 
 def pad_mask(batch: DataProto) -> torch.Tensor:
-    """(B,) bool; all False where the call has no padding."""
+    """(B,) bool; all False where the caller marked no row as padding."""
     return batch.batch["is_pad"] if "is_pad" in batch.batch else torch.zeros(len(batch), dtype=torch.bool)
 
 
@@ -82,7 +82,6 @@ class ToyWorker(Worker):
     def scale_values(self, batch: DataProto, shift: float = 0.0) -> DataProto:
         result = DataProto.from_dict({"scaled": batch.batch["values"] * self.scale + shift})
         result.batch["rank"] = torch.full((len(batch),), self.rank)
-        result.batch["seen_padding"] = torch.full((len(batch),), int(pad_mask(batch).sum()))
         if "uid" in batch.non_tensor_batch:
             result.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
         result.meta_info["columns"] = sorted(batch.batch.keys())

@@ -100,10 +100,6 @@ def config_of(*overrides: str) -> DetachedConfig:
             ["detached.num_makers=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
             "a maker sees only its own; set fixed",
         ),
-        (
-            ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[12]"],
-            "for each of 3 trainers, which take equal parts",
-        ),
     ],
 )
 def test_what_detached_training_cannot_do_is_refused_with_the_reason(overrides: list[str], message: str):

@@ -15,7 +15,7 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 
 class Observer(Worker):
-    """Sends back what it got, and in meta_info which rows these were, padding left out."""
+    """Sends back what it got, and which rows these were."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def make_mesh(self, peers: int) -> None:
@@ -30,9 +30,8 @@ class Observer(Worker):
         return batch
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def real_rows(self, batch: DataProto) -> list[int]:
-        numbers = batch.batch["number"]
-        return numbers[~batch.batch["is_pad"]].tolist() if "is_pad" in batch.batch else numbers.tolist()
+    def rows_of_rank(self, batch: DataProto) -> list[int]:
+        return batch.batch["number"].tolist()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def only_meta_info(self, batch: DataProto) -> DataProto:
@@ -69,6 +68,17 @@ def ordered_batches(draw: st.DrawFn) -> tuple[DataProto, np.ndarray]:
     return batch_of(rows, lengths), np.array(draw(st.permutations(range(rows))))
 
 
+def test_the_sizes_of_an_ordered_batch_say_how_many_rows_each_rank_gets():
+    batch = batch_of(5, [1] * 5)
+    ordered = Ordered(batch, [4, 0, 3, 1, 2], sizes=[3, 0, 2])
+    assert GROUPS[3].rows_of_rank(ordered) == [[4, 0, 3], [], [1, 2]]
+    assert GROUPS[3].echo(ordered).equal(batch)
+    handed_on = GROUPS[2].echo.remote(GROUPS[3].echo.remote(ordered))
+    assert handed_on.get().equal(batch)
+    with pytest.raises(ValueError, match="sizes for 3 ranks, but is split over 2"):
+        GROUPS[2].echo(ordered)
+
+
 def joined(by_rank: list[list[int]]) -> list[int]:
     return list(itertools.chain(*by_rank))
 
@@ -80,7 +90,7 @@ def test_an_ordered_batch_comes_back_in_its_own_order_with_every_column(given_ba
     ordered = Ordered(batch, torch.from_numpy(order))
     assert GROUPS[size].echo(ordered).equal(batch)
     assert GROUPS[6].echo_on_mesh(ordered).equal(batch)
-    assert joined(GROUPS[size].real_rows(ordered)) == order.tolist(), "rank i has the i-th slice of the order"
+    assert joined(GROUPS[size].rows_of_rank(ordered)) == order.tolist(), "rank i has the i-th slice of the order"
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,10 +101,10 @@ def test_futures_of_ordered_calls_are_put_right_where_they_are_used(given_batch,
     future = first.echo.remote(Ordered(batch, order))
     handed_on = second.echo.remote(future)
     assert handed_on.get().equal(batch), "a plain call takes the rows in the batch's order"
-    assert joined(second.real_rows(future)) == list(range(len(batch)))
+    assert joined(second.rows_of_rank(future)) == list(range(len(batch)))
     assert third.whole(future)[0] == list(range(len(batch)))
     again = third.echo.remote(Ordered(future, order))
-    assert again.get().equal(batch) and joined(third.real_rows(Ordered(again, order[::-1]))) == order[::-1].tolist()
+    assert again.get().equal(batch) and joined(third.rows_of_rank(Ordered(again, order[::-1]))) == order[::-1].tolist()
     assert second.echo(Ordered(handed_on, order)).equal(batch)
 
 

@@ -36,26 +36,43 @@ class Store:
         return DataProto.from_dict({"row": values, "other": values}, {"name": [str(int(v)) for v in values]})
 
 
+def slices(total: int, count: int) -> list[list[int]]:
+    """Row numbers dealt out by hand: consecutive ones, the first shares one longer where they do not divide."""
+    shares: list[list[int]] = []
+    for index in range(count):
+        start = sum(map(len, shares))
+        shares.append(list(range(start, start + total // count + (index < total % count))))
+    return shares
+
+
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), count=st.integers(1, 7))
-def test_shards_wrap_around_the_whole_batch_and_mark_what_they_add(sizes, count):
+def test_shards_divide_the_whole_batch_into_shares_that_differ_by_one_row_at_most(sizes, count):
     total = sum(sizes)
     if total == 0:
         return
-    per_shard = int(np.ceil(total / count))
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    for index in range(count):
+    for index, rows in enumerate(slices(total, count)):
         store = Store(sizes)
         shard = BatchShard(parts_of(sizes), index, count).resolve(store)
-        positions = np.arange(index * per_shard, (index + 1) * per_shard)
-        assert shard.data.batch["row"].tolist() == (positions % total).tolist()
-        assert shard.data.non_tensor_batch["name"].tolist() == [str(p % total) for p in positions]
-        assert (shard.num_rows, shard.num_real_rows) == (per_shard, int((positions < total).sum()))
-        assert shard.padded == (per_shard * count != total)
-        if shard.padded:
-            assert shard.data.batch["is_pad"].tolist() == (positions >= total).tolist()
-        else:
-            assert "is_pad" not in shard.data.batch
-        assert store.fetched == sorted(set(owner[positions % total])), "only the parts that hold its rows, once each"
+        assert shard.data.batch["row"].tolist() == rows
+        assert shard.data.non_tensor_batch["name"].tolist() == [str(row) for row in rows]
+        if rows:
+            assert store.fetched == sorted(set(owner[rows])), "only the parts that hold its rows, once each"
+
+
+def test_a_shard_without_rows_has_the_columns_of_the_batch():
+    sizes = [0, 2]
+    shard = BatchShard(parts_of(sizes), 3, 4, columns=("row", "name")).resolve(Store(sizes)).data
+    assert {name: (column.dtype, len(column)) for name, column in shard.columns().items()} == {
+        "row": (torch.int64, 0),
+        "name": (np.dtype(object), 0),
+    }
+
+
+def test_shards_of_a_batch_without_rows_have_its_columns():
+    store = Store([0, 0])
+    shard = BatchShard(parts_of([0, 0]), 1, 2).resolve(store).data
+    assert len(shard) == 0 and sorted(shard.columns()) == ["name", "other", "row"]
 
 
 def test_equal_sizes_give_each_rank_exactly_its_own_part_as_a_view():
@@ -67,8 +84,11 @@ def test_equal_sizes_give_each_rank_exactly_its_own_part_as_a_view():
     assert second.data.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
 
 
-def test_only_the_listed_columns_are_kept_and_the_marks():
-    shard = BatchShard(parts_of([3]), 1, 2, columns=("row",)).resolve(Store([3]))
+def test_only_the_listed_columns_are_kept_and_the_callers_marks():
+    data = DataProto.from_dict(
+        {"row": torch.arange(2), "other": torch.arange(2), "is_pad": torch.tensor([False, True])}
+    )
+    shard = BatchShard((Part(CallHeader(num_rows=2), data),), 0, 1, columns=("row",)).resolve(list)
     assert (sorted(shard.data.batch.keys()), shard.data.non_tensor_batch) == (["is_pad", "row"], {})
 
 
@@ -83,7 +103,7 @@ def test_arrays_of_a_shard_cannot_be_written():
 def test_a_shard_of_a_batch_with_only_meta_info_is_the_whole_batch():
     data = DataProto(meta_info={"temperature": 1.0})
     shard = BatchShard((Part(CallHeader(num_rows=0), data),), 1, 4).resolve(lambda references: references)
-    assert shard.data.equal(data) and not shard.padded
+    assert shard.data.equal(data)
 
 
 def test_a_description_of_a_shard_is_small_however_large_the_batch():
@@ -96,18 +116,18 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
     if total == 0:
         return
     order = np.array(data.draw(st.permutations(range(total))))
+    sizes_of_shards = data.draw(st.sampled_from([None, [total, *[0] * (count - 1)]]))
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    per_shard = int(np.ceil(total / count))
-    for index, positions in enumerate(split_order(order, count)):
-        numbers = np.arange(index * per_shard, (index + 1) * per_shard)
-        assert positions.tolist() == order[numbers % total].tolist()
+    places = slices(total, count) if sizes_of_shards is None else [list(range(total)), *[[]] * (count - 1)]
+    for index, positions in enumerate(split_order(order, sizes_of_shards, count)):
+        assert positions.tolist() == order[places[index]].tolist()
         store = Store(sizes)
         shard = BatchShard(parts_of(sizes), index, count, row_numbers=positions, num_batch_rows=total, ordered=True)
         resolved = shard.resolve(store)
-        assert resolved.data.batch["row"].tolist() == positions.tolist()
+        assert resolved.data.batch["row"].tolist() == positions.tolist() and resolved.ordered
         assert resolved.data.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
-        assert resolved.num_real_rows == int((numbers < total).sum()) and resolved.ordered
-        assert store.fetched == sorted(set(owner[positions])), "only the parts that hold its rows, once each"
+        if len(positions):
+            assert store.fetched == sorted(set(owner[positions])), "only the parts that hold its rows, once each"
 
 
 def test_contiguous_positions_stay_a_view():
@@ -126,3 +146,12 @@ def test_an_order_for_another_number_of_rows_is_refused():
 def test_an_order_must_name_each_row_once(order):
     with pytest.raises(ValueError, match="names each of its 3 rows once"):
         Ordered(DataProto.from_dict({"row": torch.arange(3)}), order)
+
+
+def test_sizes_of_an_order_must_fit_the_rows_and_the_ranks():
+    data = DataProto.from_dict({"row": torch.arange(3)})
+    for sizes in ([1, 1], [4, -1]):
+        with pytest.raises(ValueError, match="add up to its 3 rows"):
+            Ordered(data, [2, 0, 1], sizes)
+    with pytest.raises(ValueError, match="sizes for 2 ranks, but is split over 3"):
+        split_order(np.arange(3), [1, 2], 3)

@@ -179,9 +179,9 @@ def test_the_warm_up_learns_what_the_answers_say_and_is_the_same_again(
 
 def test_of_the_warm_up_only_an_error_is_shown(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        toy.warm_up(world, dataclasses.replace(SMALL, warm_up_batch_size=5))
+        toy.warm_up(world, dataclasses.replace(SMALL, warm_up_batch_size=0))
     printed = capfd.readouterr()
-    assert "data.train_batch_size=5 does not divide by 2" in printed.err and not printed.out
+    assert "data.train_batch_size" in printed.err and not printed.out
 
 
 def test_another_seed_gives_other_files(world: Path, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ WHOLE = {"fsdp": {"strategy": "zero1"}}
 BFLOAT16 = {"fsdp": {"model_dtype": "bfloat16"}}
 OFFLOAD = {"fsdp": {"param_offload": True, "optimizer_offload": True}, "model": {"enable_activation_offload": True}}
 SHARED_BY_2 = {"ulysses_sequence_parallel_size": 2}
+UNEVEN = {"shares": (0, 1, 10, 5)}
+"""Rows of each rank, or of those that share them; equally many where a layout does not say."""
 
 ACTORS = {
     1: {"all rows": {}, "3 rows": {"micro": 3}, "1 row": {"micro": 1}, "budget": BUDGET, "offload": OFFLOAD},
@@ -66,9 +68,24 @@ ACTORS = {
         "sequences shared by 2, replicated": {**SHARED_BY_2, **REPLICATED},
         "sequences shared by 4, which are more than the key heads": {"ulysses_sequence_parallel_size": 4},
         "gemma2, sequences shared by 2": SHARED_BY_2,
+        "uneven": UNEVEN,
+        "uneven, 1 row": {"micro": 1, **UNEVEN},
+        "uneven, budget": {**BUDGET, **UNEVEN},
+        "uneven, replicated, 3 rows": {"micro": 3, **REPLICATED, **UNEVEN},
+        "uneven, whole, 1 row": {"micro": 1, **WHOLE, **UNEVEN},
+        "uneven, offload": {"micro": 1, **OFFLOAD, **UNEVEN},
+        "uneven, sequences shared by 2": {**SHARED_BY_2, "micro": 4, "shares": (0, 16)},
+        "uneven, sequences shared by 2, budget": {**SHARED_BY_2, **BUDGET, "shares": (15, 1)},
     },
 }
-CRITICS = {1: {"all rows": {}}, 4: {"sharded": {}, "sequences shared by 2, 1 row": {**SHARED_BY_2, "micro": 1}}}
+CRITICS = {
+    1: {"all rows": {}},
+    4: {
+        "sharded": {},
+        "sequences shared by 2, 1 row": {**SHARED_BY_2, "micro": 1},
+        "uneven, 1 row": {"micro": 1, **UNEVEN},
+    },
+}
 
 
 class CountCollectives(TorchDispatchMode):
@@ -118,12 +135,12 @@ def make_critic(folder, layout, **settings):
     return CriticWorker(critic_config(str(Path(folder, "llama")), prompts=ROWS, **{"micro": ROWS, **settings}), seed=1)
 
 
-def run(worker, mesh, shards, output_path):
+def run(worker, mesh, shares, output_path):
     """Scores and trains on this rank's shard, as the driver would send it; writes what its result is collected from."""
     worker.init_model()
     shard, is_collect = worker.query_dispatch_collect_info(mesh)
-    share = ROWS // shards
-    rows = make_batch(rows=ROWS).select_idxs(range(shard * share, (shard + 1) * share))
+    first = sum(shares[:shard])
+    rows = make_batch(rows=ROWS).select_idxs(list(range(first, first + shares[shard])))
     infer, train = ("compute_log_prob", "update_actor") if mesh == "actor" else ("compute_values", "update_critic")
     scores = getattr(worker, infer)(rows).batch
     with CountCollectives() as communication:
@@ -139,14 +156,12 @@ def run(worker, mesh, shards, output_path):
 
 
 def run_layouts(rank, ranks, folder):
-    for layout, settings in ACTORS[ranks].items():
-        worker = make_actor(folder, layout, **settings)
-        shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
-        run(worker, "actor", shards, Path(folder, f"actor {ranks} {layout}"))
-    for layout, settings in CRITICS.get(ranks, {}).items():
-        worker = make_critic(folder, layout, **settings)
-        shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
-        run(worker, "critic", shards, Path(folder, f"critic {ranks} {layout}"))
+    for role, layouts, make in (("actor", ACTORS[ranks], make_actor), ("critic", CRITICS.get(ranks, {}), make_critic)):
+        for layout, settings in layouts.items():
+            num_shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
+            shares = settings.get("shares", [ROWS // num_shards] * num_shards)
+            worker = make(folder, layout, **{name: value for name, value in settings.items() if name != "shares"})
+            run(worker, role, shares, Path(folder, f"{role} {ranks} {layout}"))
 
 
 def run_rank(rank, ports, folder):
@@ -255,10 +270,11 @@ def test_gradients_travel_once_a_step_where_they_may_stay_whole_and_else_in_each
     assert many["_reduce_scatter_base_"] == 4 * units  # in each of the 4 micro-batches
     assert many["_allgather_base_"] == 4 * once["_allgather_base_"]
     assert whole["_allgather_base_"] == units
-    # Copies gather nothing; their gradients are added, like the counts of the mini-batch and the squared norm.
-    assert communication("replicated") == communication("replicated, 1 row") == {"allreduce_": units + 2}
+    # Copies gather nothing; their gradients are added, like the counts of the mini-batch and the squared norm. Before,
+    # the ranks agree on the numbers of mini-batches and of passes.
+    assert communication("replicated") == communication("replicated, 1 row") == {"allreduce_": units + 4}
     assert communication("two copies, 1 row")["_reduce_scatter_base_"] == 4 * units
-    assert communication("two copies, 1 row")["allreduce_"] == units + 2
+    assert communication("two copies, 1 row")["allreduce_"] == units + 4
 
 
 def test_micro_batches_are_added_in_float32_where_parameters_are_stored_in_bfloat16(folder):

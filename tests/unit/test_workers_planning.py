@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_like.workers.planning.partition import balance, balanced_rank_order, pack_into_micro_batches, rank_order
+from verl_like.workers.planning.partition import balance, pack_into_micro_batches, rank_shares
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
@@ -74,12 +74,21 @@ def test_a_row_longer_than_the_budget_is_named():
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=60), st.integers(1, 9))
-def test_shares_hold_every_row_once_and_have_equal_sizes(work, num_parts):
-    work = work[: len(work) // num_parts * num_parts]
-    if not work:
-        return
+def test_shares_hold_every_row_once_and_none_has_more_than_the_mean_rounded_up(work, num_parts):
     parts = balance(work, num_parts)
-    assert rows_of(parts) == list(range(len(work))) and parts.shape == (num_parts, len(work) // num_parts)
+    assert rows_of(parts) == list(range(len(work))) and len(parts) == num_parts
+    assert max(map(len, parts)) == -(-len(work) // num_parts)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=60), st.integers(1, 9))
+def test_the_busiest_share_has_at_most_the_mean_and_one_rows_work(work, num_parts):
+    loads = [sum(work[row] for row in part) for part in balance(work, num_parts)]
+    assert max(loads) <= (sum(work) / num_parts + max(work)) * (1 + 1e-9)
+
+
+def test_no_row_is_shared_as_nothing():
+    assert [part.tolist() for part in balance([], 3)] == [[], [], []]
 
 
 @pytest.mark.parametrize(("rows", "num_parts"), [(128, 8), (2048, 64), (1024, 16)])
@@ -97,34 +106,36 @@ def test_shares_of_many_rows_are_even(law, rows, num_parts):
 
 def test_exchanges_improve_on_both_starts():
     # 1 + 8 and 4 + 5 are even; the longest first gives 8 + 1 too, and differencing pairs (8, 5) and (4, 1).
-    assert balance([8, 5, 4, 1], 2).tolist() == [[0, 3], [1, 2]]
+    assert [part.tolist() for part in balance([8, 5, 4, 1], 2)] == [[0, 3], [1, 2]]
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_mini_batch_has_the_same_rows_on_any_number_of_ranks_and_every_rank_as_many(data):
-    num_mini_batches, share = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([12, 24]))
-    work = data.draw(
-        st.lists(st.integers(1, 1000), min_size=num_mini_batches * share, max_size=num_mini_batches * share)
-    )
-    for world_size in (1, 2, 3, 4, 6, 12):
-        order = balanced_rank_order(work, share, world_size)
-        by_rank = order.reshape(world_size, num_mini_batches, share // world_size)
-        for index in range(num_mini_batches):
-            assert sorted(by_rank[:, index].flatten()) == list(range(index * share, (index + 1) * share))
+def test_a_mini_batch_has_the_same_rows_on_any_number_of_ranks_which_have_about_as_many(data):
+    num_rows, size = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 24))
+    work = data.draw(st.none() | st.lists(st.integers(0, 1000), min_size=num_rows, max_size=num_rows))
+    for num_ranks in (1, 2, 3, 5):
+        shares = rank_shares(num_rows, size, num_ranks, work)
+        assert len(shares) == num_ranks and rows_of(shares) == list(range(num_rows))
+        for first in range(0, num_rows, size):
+            of_ranks = [[row for row in share if first <= row < first + size] for share in shares]
+            num_in_step = min(size, num_rows - first)
+            assert sum(map(len, of_ranks)) == num_in_step
+            assert max(map(len, of_ranks)) <= -(-num_in_step // num_ranks)
+        for share in shares:  # one mini-batch after the other
+            assert (np.diff(share // size) >= 0).all()
 
 
 def test_ranks_get_about_the_same_work_in_every_mini_batch():
     # Two long rows and two short ones in each half: taken as they come, one rank would have both long ones.
     work = [100, 90, 1, 2, 3, 70, 4, 80]
-    assert rank_order(8, num_mini_batch_rows=4, world_size=2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    order = balanced_rank_order(work, 4, 2)
-    assert order.dtype == np.int64
-    loads = np.asarray(work)[order].reshape(2, 2, 2).sum(-1).T.tolist()  # of the ranks, by mini-batch
+    assert [share.tolist() for share in rank_shares(8, 4, 2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    shares = rank_shares(8, 4, 2, work)
+    assert all(share.dtype == np.int64 for share in shares)
+    loads = np.asarray(work)[np.stack(shares)].reshape(2, 2, 2).sum(-1).T.tolist()  # of the ranks, by mini-batch
     assert sorted(loads[0]) == [92, 101] and sorted(loads[1]) == [74, 83]
 
 
-def test_rows_that_do_not_split_evenly_are_refused():
-    for order in (lambda: rank_order(8, 4, 3), lambda: balanced_rank_order([1] * 8, 4, 3)):
-        with pytest.raises(ValueError, match="8 rows in mini-batches of 4 do not split evenly over 3 ranks"):
-            order()
+def test_rows_that_do_not_divide_are_one_more_on_some_ranks():
+    assert [share.tolist() for share in rank_shares(7, 5, 3)] == [[0, 1, 5], [2, 3, 6], [4]]
+    assert [share.tolist() for share in rank_shares(1, 4, 3)] == [[0], [], []]

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
-from verl_like.workers.planning.partition import rank_order
+from verl_like.workers.planning.partition import rank_shares
 
 MODE = "seq-mean-token-mean"  # the only one that every loss is defined for
 CASES = [*((loss, MODE) for loss in POLICY_LOSSES.file_names()), *(("vanilla", m) for m in LOSS_AGG_MODES if m != MODE)]
@@ -92,7 +93,7 @@ def train_on_rank(rank: int, port: int, path: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
     folder = Path(path)
-    ordered = read_batch(folder).select_idxs(rank_order(ROWS, num_mini_batch_rows=ROWS // 2, world_size=2))
+    ordered = read_batch(folder).select_idxs(np.concatenate(rank_shares(ROWS, ROWS // 2, num_ranks=2)))
     half = ordered.select_idxs(range(ROWS // 2 * rank, ROWS // 2 * (rank + 1)))
     for loss, mode in CASES:
         worker = ActorWorker(config_of(str(folder / "model"), loss, mode, BY_TOKENS))

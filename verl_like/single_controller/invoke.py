@@ -1,4 +1,4 @@
-"""Runs a method on the worker: resolves its arguments, checks what it reads and writes, drops padding rows."""
+"""Runs a method on the worker: resolves its arguments, checks what it reads and writes."""
 
 import asyncio
 import inspect
@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from verl_like.protocol import PAD_COLUMN, CallHeader, DataProto
+from verl_like.protocol import CallHeader, DataProto
 from verl_like.protocol.row_ops import write_count
 from verl_like.single_controller.decorator import MethodSpec, check_reads, check_writes, registered_methods
 from verl_like.single_controller.failure import WorkerError
@@ -29,8 +29,7 @@ class Invoker:
     def run(
         self, role: str, worker: Worker, method: str, args: Sequence[Any], kwargs: dict[str, Any], fetch: Fetch
     ) -> Iterator[Any]:
-        """Yields what the method yields, then the header, then the method's result without padding rows; raises
-        WorkerError."""
+        """Yields what the method yields, then the header, then the method's result; raises WorkerError."""
         started = time.time()
         try:
             result = yield from self._run(role, worker, method, args, kwargs, fetch)
@@ -82,26 +81,9 @@ class Invoker:
             return result
         if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
             result = result.select().to("cpu")  # in a container of its own: the worker may keep what it returned
-        if not shards:
-            return result
-        if shards[0].ordered and len(result) not in (0, shards[0].num_rows):
+        if shards and shards[0].ordered and len(result) not in (0, len(shards[0].data)):
             raise ValueError(
-                f"{method} returned {len(result)} rows for {shards[0].num_rows} input rows: with an Ordered batch "
+                f"{method} returned {len(result)} rows for {len(shards[0].data)} input rows: with an Ordered batch "
                 "return one row per input row, in order, or only meta_info"
             )
-        return _without_padding(result, shards[0], method)
-
-
-def _without_padding(result: DataProto, shard: ResolvedShard, method: str) -> DataProto:
-    """Drop the outputs that belong to the padding rows this call added, and their mark."""
-    if not shard.padded:
         return result
-    if PAD_COLUMN in result.tensors() and not shard.marked_before:
-        result = result.select()
-        result.pop(batch_keys=[PAD_COLUMN])
-    if len(result) % shard.num_rows:
-        raise ValueError(
-            f"{method} returned {len(result)} rows for {shard.num_rows} input rows, padding included: return as "
-            "many rows per input row, in order, or give a batch whose size the number of ranks divides"
-        )
-    return result.rows(0, shard.num_real_rows * (len(result) // shard.num_rows))

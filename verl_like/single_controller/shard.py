@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
 
@@ -15,14 +14,24 @@ Fetch = Callable[[list[Any]], list[Any]]
 
 
 class Ordered:
-    """A batch of which rank i of a group gets the i-th equal slice of `order`, instead of the i-th slice of its rows.
+    """A batch of which rank i of a group gets the i-th slice of `order`, instead of the i-th slice of its rows.
 
     The result comes back in the batch's own order. The batch itself, or the future of one, is not copied: each rank
-    gathers its rows. `order` (B,) are the row numbers of the batch, each of them once, or ValueError is raised.
+    gathers its rows.
+
+    Args:
+        batch: of B rows.
+        order: (B,) the row numbers of the batch, each of them once, or ValueError is raised.
+        sizes: how many rows each rank gets; None for as equal a number as possible.
     """
 
-    def __init__(self, batch: DataProto | DataProtoFuture, order: Sequence[int] | np.ndarray | torch.Tensor) -> None:
-        self.batch = batch
+    def __init__(
+        self,
+        batch: DataProto | DataProtoFuture,
+        order: Sequence[int] | np.ndarray | torch.Tensor,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.batch, self.sizes = batch, sizes
         self.order = np.asarray(order, dtype=np.int64)
         # A future has its number of rows only where its ranks worked in another order.
         known = batch if isinstance(batch, DataProto) else self.order if batch.order is None else batch.order
@@ -32,6 +41,8 @@ class Ordered:
                 f"the order of an Ordered batch names each of its {num_rows} rows once, got {self.order.shape} "
                 f"numbers: {self.order[:20].tolist()}"
             )
+        if sizes is not None and (min(sizes, default=0) < 0 or sum(sizes) != num_rows):
+            raise ValueError(f"the sizes of an Ordered batch add up to its {num_rows} rows, got {list(sizes)}")
 
 
 # What a dispatch mode can split over the ranks.
@@ -40,26 +51,21 @@ Splittable = DataProto | DataProtoFuture | Ordered
 
 @dataclass(frozen=True)
 class ResolvedShard:
-    """The rows of a shard. Those after the first `num_real_rows` are padding rows, which repeat rows of the batch."""
+    """The rows of a shard; `ordered` says that the batch was an Ordered one."""
 
     data: DataProto
-    num_rows: int
-    num_real_rows: int
-    padded: bool  # some rank of this call holds padding rows
-    ordered: bool  # the batch was an Ordered one
-    marked_before: bool  # the caller's batch had a column is_pad
+    ordered: bool
 
 
 @dataclass(frozen=True)
 class BatchShard:
     """Shard `index` of `num_shards` of the batch that `parts` make up in row order.
 
-    Every shard has ceil(B / num_shards) rows. Where that is more than the batch has, the rows wrap around to the
-    batch's first ones, and every shard carries the bool column `is_pad` that marks them. A batch without rows (only
-    meta_info) is given to every rank whole.
+    Shards are consecutive rows; the first ones have one row more where the rows do not divide, and the last ones none
+    where there are fewer rows than shards. A shard without rows has the batch's columns.
 
-    `row_numbers` (ceil(B / num_shards),) int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None:
-    the index-th slice. `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
+    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None: the index-th slice.
+    `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
     """
 
     parts: tuple[Part, ...]
@@ -80,12 +86,10 @@ class BatchShard:
         sizes = [header.num_rows for header in fetch([part.header for part in self.parts])]
         total = sum(sizes)
         if total == 0:
-            whole = DataProto.concat(payloads(range(len(sizes))))
-            return ResolvedShard(whole, 0, 0, padded=False, ordered=False, marked_before=False)
-        row_numbers, num_rows = self.row_numbers, -(-total // self.num_shards)
-        first = self.index * num_rows
+            return ResolvedShard(DataProto.concat(payloads(range(len(sizes)))), self.ordered)
+        row_numbers = self.row_numbers
         if row_numbers is None:
-            row_numbers = np.arange(first, first + num_rows) % total
+            row_numbers = np.array_split(np.arange(total), self.num_shards)[self.index]
         elif total != self.num_batch_rows:
             raise ValueError(
                 f"an order of {self.num_batch_rows} rows was given for a future of {total} rows: order all of them"
@@ -93,14 +97,7 @@ class BatchShard:
         data = gather_rows(sizes, row_numbers, payloads)
         for array in data.non_tensor_batch.values():
             array.flags.writeable = False  # a view of shared rows: NumPy itself refuses to write into it
-        padded, num_real_rows = num_rows * self.num_shards != total, min(num_rows, max(0, total - first))
-        tensors = data.tensors()
-        marked_before = PAD_COLUMN in tensors
-        if padded:
-            is_pad = torch.arange(num_rows) >= num_real_rows
-            tensors[PAD_COLUMN] = is_pad | tensors[PAD_COLUMN] if marked_before else is_pad
-            data = DataProto(TensorDict(tensors, batch_size=[num_rows]), data.non_tensor_batch, data.meta_info)
-        return ResolvedShard(data, num_rows, num_real_rows, padded, self.ordered, marked_before)
+        return ResolvedShard(data, self.ordered)
 
 
 @dataclass(frozen=True)
@@ -123,9 +120,13 @@ def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
     )
 
 
-def split_order(order: np.ndarray, count: int) -> list[np.ndarray]:
-    """`count` equally long slices of a batch's row numbers, which wrap around to the first ones at the end."""
-    return np.split(np.resize(order, -(-len(order) // count) * count), count)
+def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> list[np.ndarray]:
+    """`count` slices of a batch's row numbers, of these sizes or as equal as possible."""
+    if sizes is None:
+        return np.array_split(order, count)
+    if len(sizes) != count:
+        raise ValueError(f"an Ordered batch has sizes for {len(sizes)} ranks, but is split over {count}")
+    return np.split(order, np.cumsum(sizes)[:-1])
 
 
 def gather_rows(
@@ -134,8 +135,11 @@ def gather_rows(
     """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
 
     `fetch` is called once, with the numbers of the parts that hold these rows, and returns the parts. Contiguous rows
-    of one part are a view, others are copies.
+    of one part are a view, others are copies. No rows are those of a part that has some, which has all columns.
     """
+    if not len(row_numbers):
+        (payload,) = fetch([int(np.argmax(sizes))])
+        return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
     order = [((row_numbers >= a) & (row_numbers < b)).nonzero()[0] for a, b in zip(starts, ends, strict=True)]

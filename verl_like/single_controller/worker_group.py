@@ -117,18 +117,17 @@ class WorkerGroup(abc.ABC):
         return BoundMethod(self, replace(bound.spec, dispatch_mode=mode), bound.method)
 
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
-        """`count` shards of equally many rows; a DataProto is put into the backend's store once."""
-        batch, order = (data.batch, data.order) if isinstance(data, Ordered) else (data, None)
+        """`count` shards, of as equal numbers of rows as possible unless an Ordered batch says how many; a DataProto is
+        put into the backend's store once."""
+        batch, order, sizes = (data.batch, data.order, data.sizes) if isinstance(data, Ordered) else (data, None, None)
         if isinstance(batch, DataProto):
-            if len(batch) == 0 and batch.columns():
-                raise ValueError(f"the batch given to {self.role} has columns {sorted(batch.columns())} but no rows")
             parts = [self.put(batch)]
         else:
             parts = batch.parts
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
-        slices = [None] * count if order is None else shard.split_order(order, count)
+        slices = [None] * count if order is None else shard.split_order(order, sizes, count)
         of_batch = 0 if order is None else len(order), isinstance(data, Ordered)
         return [BatchShard(tuple(parts), index, count, None, rows, *of_batch) for index, rows in enumerate(slices)]
 
@@ -203,7 +202,7 @@ class BoundMethod:
         """A batch without the columns that the method does not read."""
         columns = self.spec.read_columns
         if isinstance(value, Ordered):
-            return Ordered(self._selected(value.batch), value.order)
+            return Ordered(self._selected(value.batch), value.order, value.sizes)
         return shard.select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:

@@ -1,15 +1,17 @@
-"""Which rows each rank of a call gets: as many as the others, and with `trainer.balance_batch` about as much work."""
+"""Which rows each rank of a call gets: about as many as the others, and with `trainer.balance_batch` as much work."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl_like.protocol import DataProto, Future, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
 from verl_like.workers.planning.flops import ModelCost
-from verl_like.workers.planning.partition import balanced_rank_order, rank_order
+from verl_like.workers.planning.partition import rank_shares
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,28 @@ class RowWork:
     ) -> Future[Any]:
         """Starts a method on the batch, whose rows are divided among its ranks; results are in the batch's own order.
 
-        With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, an equal
-        share on each of any number of ranks. Without it the batch is one mini-batch, whose rows need not divide by
-        the ranks: then it stays as it is.
+        With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, about an
+        equal share on each of any number of ranks, and the column `mini_batch` says so. Without it the batch is one.
         """
         num_ranks = data_parallel_size(method)
-        if num_ranks is None or (num_mini_batch_rows is None and (not self.balance or len(batch) % num_ranks)):
-            assert not beside
+        if num_ranks is not None and num_mini_batch_rows is not None:
+            return method.remote(self.in_mini_batches(batch, num_ranks, num_mini_batch_rows), *beside)
+        assert not beside
+        if num_ranks is None or not self.balance or not len(batch):
             return method.remote(batch)
-        return method.remote(Ordered(batch, self.order(num_ranks, num_mini_batch_rows or len(batch))), *beside)
+        return method.remote(ordered(batch, self.shares(num_ranks, len(batch))))
 
-    def order(self, num_ranks: int, num_mini_batch_rows: int) -> np.ndarray:
-        """(B,) int64: the rows of the first rank, then those of the second, and so on."""
-        if self.balance:
-            return balanced_rank_order(self.flops_B, num_mini_batch_rows, num_ranks)
-        return rank_order(len(self.flops_B), num_mini_batch_rows, num_ranks)
+    def in_mini_batches(self, batch: DataProto, num_ranks: int, num_mini_batch_rows: int) -> Ordered:
+        """The batch with the column `mini_batch`, as the ranks get it."""
+        numbered = batch.select()
+        numbered.batch["mini_batch"] = torch.arange(len(batch)) // num_mini_batch_rows
+        return ordered(numbered, self.shares(num_ranks, num_mini_batch_rows))
+
+    def shares(self, num_ranks: int, num_mini_batch_rows: int) -> list[np.ndarray]:
+        """The rows of each rank, see `rank_shares`."""
+        return rank_shares(
+            len(self.flops_B), num_mini_batch_rows, num_ranks, work_B=self.flops_B if self.balance else None
+        )
 
     def metrics(self, method: BoundMethod, num_mini_batch_rows: int) -> dict[str, Metric]:
         """How even the work of an update's ranks is, before and after balancing.
@@ -55,9 +64,9 @@ class RowWork:
         """
         num_ranks = data_parallel_size(method)
         assert num_ranks is not None
-        plain = rank_order(len(self.flops_B), num_mini_batch_rows, num_ranks)
-        used = self.order(num_ranks, num_mini_batch_rows)
-        before, after = (self.tokens_B[order].reshape(num_ranks, -1).sum(-1) for order in (plain, used))
+        plain = rank_shares(len(self.flops_B), num_mini_batch_rows, num_ranks)
+        used = self.shares(num_ranks, num_mini_batch_rows)
+        before, after = (np.array([self.tokens_B[rows].sum() for rows in shares]) for shares in (plain, used))
         metrics = {
             "global_seqlen/min": Metric.min(before.min()),
             "global_seqlen/max": Metric.max(before.max()),
@@ -66,11 +75,18 @@ class RowWork:
             "global_seqlen/balanced_max": Metric.max(after.max()),
             "global_seqlen/mean": Metric.mean(before.mean()),
         }
-        for name, order in (("unbalanced", plain), ("balanced", used)):
-            rank_minibatch_row = self.flops_B[order].reshape(num_ranks, -1, num_mini_batch_rows // num_ranks)
-            work = rank_minibatch_row.sum(-1)
+        num_mini_batches = -(-len(self.flops_B) // num_mini_batch_rows)
+        for name, shares in (("unbalanced", plain), ("balanced", used)):
+            work = np.zeros((num_ranks, num_mini_batches))
+            for rank, rows in enumerate(shares):
+                np.add.at(work[rank], rows // num_mini_batch_rows, self.flops_B[rows])
             metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum(), weight=work.mean())
         return metrics
+
+
+def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:
+    """The batch of which rank i gets the rows `shares[i]`."""
+    return Ordered(batch, np.concatenate(shares), [len(rows) for rows in shares])
 
 
 def data_parallel_size(method: BoundMethod) -> int | None:

@@ -66,8 +66,7 @@ class Learner:
         """Submits the updates on experience of one or more mini-batches; returns at once.
 
         Actor and critic train at the same time on separate pools, one after the other on a shared one. Experience that
-        is given while an update runs is learned from afterwards, in order. Raises ValueError if the rows do not divide
-        into mini-batches, or those by the ranks.
+        is given while an update runs is learned from afterwards, in order.
         """
         batch, work, pending = experience.batch, experience.work, []
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
@@ -94,7 +93,7 @@ class Learner:
         tokens_B = rows.tensors()["attention_mask"].sum(-1).numpy()
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        return [Ordered(rows, RowWork(tokens_B, tokens_B, balance).order(num_ranks, size))]
+        return [RowWork(tokens_B, tokens_B, balance).in_mini_batches(rows, num_ranks, size)]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Training steps between the oldest token of each response and the weights that are trained on it."""

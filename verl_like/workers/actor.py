@@ -24,7 +24,7 @@ from verl_like.workers.engine.mini_batches import (
 )
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
+from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_sync import in_order
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 from verl_like.workers.weight_transfer.direct import DirectTransport
@@ -66,12 +66,12 @@ class ScoringWorker(ActorRolloutRefWorker):
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
     def score_greedy(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token at temperature 1, (B, R) float32.
+        """Log-probability of each response token at temperature 1, (B, R) float32, on every rank.
 
-        Passes have a fixed number of rows, so that a trainer computes it without other trainers of its model, who would
-        have to agree on the number of passes.
+        All ranks compute all rows, so that a trainer computes it without other trainers of its model, who would have to
+        agree on the number of passes.
         """
 
         def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
@@ -79,12 +79,8 @@ class ScoringWorker(ActorRolloutRefWorker):
             (of_tokens,) = self.engine.run(packed, 1.0)
             return (packed.unpack(of_tokens),)
 
-        rows = to_rows(data)
         passes = log_prob_micro_batching(self.config.rollout)
-        if passes.by_tokens:
-            num_rows = max(1, passes.max_tokens // rows["attention_mask"].shape[1])
-            passes = MicroBatching(num_rows, passes.max_tokens, by_tokens=False)
-        (log_probs_BR,) = forward(self.engine, rows, passes, log_probs)
+        (log_probs_BR,) = forward(self.engine, to_rows(data), passes, log_probs, same_rows=True)
         return DataProto.from_dict(tensors={"old_log_probs": log_probs_BR})
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
@@ -118,7 +114,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
     def init_model(self) -> None:
         """Loads the model."""
         actor, n = self.config.actor, self.config.rollout.n
-        self.start_training_engine("actor", actor, key="actor_rollout_ref.actor", samples_per_prompt=n)
+        self.start_training_engine("actor", actor, samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -126,27 +122,39 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         reads=[
             *(*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"),
             *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),  # of some policy losses
+            "mini_batch?",
         ],
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> DataProto:
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
 
-        Each mini-batch adds `ptx_loss` of an equal part of the rows `ptx`, the first of the first ones.
+        Each mini-batch adds `ptx_loss` of an equal part of the rows `ptx`, or of those that its `mini_batch` says.
 
         A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
         Raises ValueError for several steps without them.
         """
         rows = to_rows(data)
-        num_rows, schedule = len(rows["input_ids"]), self.schedule
-        if "old_log_probs" not in rows and (schedule.epochs > 1 or num_rows > schedule.num_mini_batch_rows):
-            raise ValueError(
-                f"update_actor got no old_log_probs for {num_rows} rows, which are {schedule.epochs} epoch(s) in steps "
-                f"of {schedule.num_mini_batch_rows}: from the second step on the policy is another one; call "
-                "compute_log_prob before and add what it returns to the batch."
-            )
+
+        def check_steps(num_steps: int) -> None:
+            if "old_log_probs" not in rows and num_steps > 1:
+                raise ValueError(
+                    f"update_actor got no old_log_probs for {num_steps} optimizer steps ({self.schedule.epochs} "
+                    f"epoch(s) in mini-batches of {self.schedule.num_mini_batch_rows} rows): from the second step on "
+                    "the policy is another one; call compute_log_prob before and add what it returns to the batch."
+                )
+
         part = data.meta_info.get("part_of_step", (1, 1))
         beside = (to_rows(ptx), self.ptx_loss) if ptx else None
-        metrics = update(self.engine, rows, schedule, self.policy_loss, prefix="actor", part=part, beside=beside)
+        metrics = update(
+            self.engine,
+            rows,
+            self.schedule,
+            self.policy_loss,
+            prefix="actor",
+            part=part,
+            beside=beside,
+            check_steps=check_steps,
+        )
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -73,9 +73,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
-        self.start_training_engine("critic", self.config, key="critic", samples_per_prompt=self.rollout_n)
+        self.start_training_engine("critic", self.config, samples_per_prompt=self.rollout_n)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns", "mini_batch?"])
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
         rows = to_rows(data)

@@ -21,7 +21,7 @@ from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.lora import with_scale
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.pretrained import load_pretrained
-from verl_like.workers.planning.partition import MicroBatching, num_groups, num_rows_per_rank
+from verl_like.workers.planning.partition import MicroBatching, num_groups
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 from verl_like.workers.weight_transfer import WeightTransport
 from verl_like.workers.weight_transfer.direct import IpcTransport
@@ -121,17 +121,13 @@ class TrainedWorker(ModelWorker):
     """How the rows of an update become optimizer steps."""
 
     def start_training_engine(
-        self, mesh_name: str, settings: ActorConfig | CriticConfig, *, key: str, samples_per_prompt: int
+        self, mesh_name: str, settings: ActorConfig | CriticConfig, *, samples_per_prompt: int
     ) -> None:
-        """Makes the engine and the schedule of its updates; `key` names `settings` in messages.
-
-        Raises ValueError if ranks, rows of a mini-batch or attention heads do not divide as the settings ask.
-        """
-        shards = self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
-        prompts, n = settings.ppo_mini_batch_size, samples_per_prompt
-        what = f"{key}.ppo_mini_batch_size={prompts} prompts x {n} samples = "
+        """Makes the engine and the schedule of its updates. Raises ValueError if ranks or attention heads do not divide
+        as the settings ask."""
+        self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
         self.schedule = UpdateSchedule(
-            num_mini_batch_rows=num_rows_per_rank(prompts * n, prompts * n, shards, what=what),
+            num_mini_batch_rows=settings.ppo_mini_batch_size * samples_per_prompt,
             micro_batching=MicroBatching(
                 settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
             ),

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from verl_like.algorithms.ilql import ilql_losses
+from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -33,7 +34,7 @@ from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
-from verl_like.workers.planning.partition import MicroBatching, num_rows_per_rank
+from verl_like.workers.planning.partition import MicroBatching
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
 COLUMNS_READ = (*SEQUENCE_COLUMNS, "margin?", "score?")
@@ -67,10 +68,8 @@ class SupervisedWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        shards = self.register_mesh("model", self.training.ulysses_sequence_parallel_size)
-        size = self.batch_size
-        rows = num_rows_per_rank(size, size, shards, what=f"data.train_batch_size={size} rows")
-        self.schedule = UpdateSchedule(rows, self.micro_batching, epochs=1)
+        self.register_mesh("model", self.training.ulysses_sequence_parallel_size)
+        self.schedule = UpdateSchedule(self.batch_size, self.micro_batching, epochs=1)
         self.start_engine(self.training.ulysses_sequence_parallel_size, self.training)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
@@ -100,6 +99,8 @@ class SupervisedWorker(TrainedWorker):
         """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of the whole batch."""
         losses, values = self.losses(micro)
         count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
+        if losses.ndim == 1:  # a pair without a learned token fills up a pass
+            losses = zero_masked(losses, micro["response_mask"].bool().any(-1))
         metrics = {f"{self.prefix}/{name}": metric for name, metric in _means(values, micro).items()}
         metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((micro["response_mask"].sum(),), Metric.sum)
         return losses.sum() / count, metrics
@@ -217,7 +218,9 @@ def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
 
 def _of_pairs(rows: Rows) -> Rows:
     """The conversations of b pairs, (2b, T): each chosen one before its rejected one."""
-    return {name: rows[name].reshape(2 * len(rows[name]), -1) for name in SEQUENCE_COLUMNS}
+    conversations = {name: rows[name].reshape(2 * len(rows[name]), -1) for name in SEQUENCE_COLUMNS}
+    conversations["attention_mask"][:, 0] = 1  # also of a pair that fills up a pass
+    return conversations
 
 
 def _log_probs(engine: TrainingEngine, rows: Rows) -> torch.Tensor:

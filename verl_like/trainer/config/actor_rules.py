@@ -6,18 +6,12 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
 
-def ptx_rows_are_even(config: PPOConfig) -> Iterator[str]:
-    actor, data, processes = config.actor_rollout_ref.actor, config.data, config.num_processes(Role.Actor)
-    files, shared_by = list(data.ptx_files), actor.ulysses_sequence_parallel_size
+def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
+    actor, files = config.actor_rollout_ref.actor, list(config.data.ptx_files)
     if bool(actor.ptx_coef) != bool(files):
         yield (
             f"actor_rollout_ref.actor.ptx_coef={actor.ptx_coef} weighs the loss on data.ptx_files={files}: give both "
             "or neither"
-        )
-    elif files and data.ptx_batch_size * shared_by % processes:
-        yield (
-            f"data.ptx_batch_size={data.ptx_batch_size} does not divide by {processes // shared_by}, the processes of "
-            f"the pool {config.role_mapping[Role.Actor]} over those that share a sequence: every one gets as many rows"
         )
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
-from verl_like.trainer.config.actor_rules import a_reference_in_the_actor_computes_as_the_actor, ptx_rows_are_even
+from verl_like.trainer.config.actor_rules import a_reference_in_the_actor_computes_as_the_actor, ptx_rows_have_a_weight
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
@@ -117,55 +117,18 @@ def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
             )
 
 
-def updates_split_evenly(config: PPOConfig) -> Iterator[str]:
-    """Every rank updates on the same number of responses in the same number of passes.
-
-    Ranks with fewer passes would leave the others waiting in a collective. Inference calls are padded instead, and
-    micro-batches by tokens are as many on every rank by themselves.
-    """
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    sizes, critic_sizes = (
-        (part.ppo_mini_batch_size, None if part.use_dynamic_bsz else part.ppo_micro_batch_size_per_gpu)
-        for part in (actor, critic)
-    )
-    broken = list(_uneven_update(config, Role.Actor, "actor_rollout_ref.actor", *sizes))
-    yield from broken
-    if config.needs_critic and not (broken and critic_sizes == sizes):
-        yield from _uneven_update(config, Role.Critic, "critic", *critic_sizes)
-
-
-def _uneven_update(config: PPOConfig, role: Role, key: str, mini: int, micro: int | None) -> Iterator[str]:
-    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    processes, pool = config.num_processes(role), config.role_mapping[role]
-    sequence_parallel_key, shared_by = sequence_parallel(config, role)
-    if processes % shared_by:
-        return  # reported by sizes_divide_the_pool
-    shares = processes // shared_by
-    ranks = f"{processes} processes of the pool {pool}"
-    if shared_by > 1:
-        ranks = f"{shares} groups of {shared_by} ({sequence_parallel_key}) of the {ranks}"
-    even = [size for size in _divisors(batch) if size * n % shares == 0]
-    if mini > batch or batch % mini:
-        yield (
-            f"{key}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch} (both count prompts); "
-            f"nearest possible values: {_around(mini, even or _divisors(batch))}"
-        )
-    elif mini * n % shares:
-        step = next(size for size in range(1, shares + 1) if size * n % shares == 0)
-        possible = f"make ppo_mini_batch_size and data.train_batch_size multiples of {step}"
-        if even:
-            possible = f"nearest possible values: {_around(mini, even)}"
-        yield (
-            f"{key}.ppo_mini_batch_size={mini} x rollout.n={n} = {mini * n} responses do not split evenly over the "
-            f"{ranks}; with data.train_batch_size={batch}, {possible}"
-        )
-    elif micro is not None and (per_share := mini * n // shares) % micro:
-        group = f"processes of {pool}" if shared_by == 1 else f"groups of {pool}"
-        yield (
-            f"{key}.ppo_micro_batch_size_per_gpu={micro} does not divide a process's share of the mini-batch, "
-            f"ppo_mini_batch_size x rollout.n / {group} = {mini} x {n} / {shares} = {per_share} responses; "
-            f"nearest possible values: {_around(micro, _divisors(per_share))}, or {key}.use_dynamic_bsz=true"
-        )
+def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
+    """Every optimizer step has as many prompts. Their responses need not divide by the ranks."""
+    batch, actor, critic = config.data.train_batch_size, config.actor_rollout_ref.actor, config.critic
+    sizes = {"actor_rollout_ref.actor": actor.ppo_mini_batch_size}
+    if config.needs_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
+        sizes["critic"] = critic.ppo_mini_batch_size
+    for key, size in sizes.items():
+        if batch % size:
+            yield (
+                f"{key}.ppo_mini_batch_size={size} does not divide data.train_batch_size={batch} (both count prompts); "
+                f"nearest possible values: {_around(size, _divisors(batch))}"
+            )
 
 
 # Of a micro-batch by tokens: (key of the budget, key beside it that switches it on, role whose passes it limits).
@@ -355,7 +318,12 @@ PLACEMENT_RULES = (
     *(every_role_has_a_pool, every_pool_has_a_role),
 )
 SIZE_RULES = (sizes_divide_the_pool, a_single_device_is_one_process)
-BATCH_RULES = (*SIZE_RULES, updates_split_evenly, token_budgets_hold_the_longest_sequence, ptx_rows_are_even)
+BATCH_RULES = (
+    *SIZE_RULES,
+    mini_batches_divide_the_batch,
+    token_budgets_hold_the_longest_sequence,
+    ptx_rows_have_a_weight,
+)
 OTHER_RULES = (
     a_reference_in_the_actor_computes_as_the_actor,
     groups_have_several_responses,

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.config_model import ConfigModel, PositiveInt
-from verl_like.trainer.config.actor_rules import ptx_rows_are_even
-from verl_like.trainer.config.rules import broken_rules, updates_split_evenly
+from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.roles import Role
 
@@ -196,10 +195,6 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     uneven = {key: number for key in used if (number := attrgetter(key)(config)) % detached.num_trainers}
     for key, number in uneven.items():
         yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
-    if not uneven:
-        of_trainer = config.of_trainer("trainer")
-        for problem in (*updates_split_evenly(of_trainer), *ptx_rows_are_even(of_trainer)):
-            yield f"for each of {detached.num_trainers} trainers, which take equal parts: {problem}"
 
 
 def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:

@@ -93,11 +93,6 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
             f"training.ulysses_sequence_parallel_size={shared} does not divide the {ranks} ranks (trainer.nnodes x "
             "trainer.n_gpus_per_node)"
         )
-    elif config.data.train_batch_size % (ranks // shared):
-        yield (
-            f"data.train_batch_size={config.data.train_batch_size} does not divide by {ranks // shared}, the "
-            f"{ranks} ranks over those that share a sequence: every rank gets as many rows"
-        )
     if shared > 1 and isinstance(config, RMConfig):
         yield f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole sequences; set it to 1"
     if isinstance(config, DPOConfig) and config.training.loss_type == "ipo" and config.training.label_smoothing:

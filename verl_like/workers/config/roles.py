@@ -29,7 +29,7 @@ class ActorConfig(OpenConfigModel):
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
-    """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    """Responses per forward and backward pass on one rank."""
     use_dynamic_bsz: bool = False
     """Fill micro-batches by tokens, up to ppo_max_token_len_per_gpu, instead of by responses: faster where lengths
     differ, with the same loss."""
@@ -145,7 +145,7 @@ class CriticConfig(ConfigModel):
     ppo_mini_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]
     """PROMPTS per optimizer step, over all ranks; each brings rollout.n responses. It divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
-    """Responses per forward and backward pass on one rank. It divides a rank's share of the mini-batch."""
+    """Responses per forward and backward pass on one rank."""
     forward_micro_batch_size_per_gpu: Annotated[PositiveInt, Follows("${critic.ppo_micro_batch_size_per_gpu}")]
     """Responses per forward pass on one rank when values are computed."""
     use_dynamic_bsz: Annotated[bool, Follows("${actor_rollout_ref.actor.use_dynamic_bsz}")]

@@ -55,10 +55,10 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """How a rank's rows become optimizer steps."""
+    """How rows become optimizer steps."""
 
     num_mini_batch_rows: int
-    """Rows of this rank in one optimizer step."""
+    """Rows of an optimizer step over all ranks, where a batch does not say by `mini_batch` which rows are one."""
     micro_batching: MicroBatching
     """Which of them share a forward and backward pass."""
     epochs: int
@@ -139,15 +139,22 @@ def forward(
     rows: Rows,
     micro_batching: MicroBatching,
     run: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
+    *,
+    same_rows: bool = False,
 ) -> list[torch.Tensor]:
     """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row.
 
-    Returns what `run` returned for all rows, in their order, on the host.
+    Returns what `run` returned for all rows, in their order, on the host. `same_rows`: all ranks have these rows, so
+    that they make as many passes without asking each other.
     """
     all_rows = torch.arange(len(rows["input_ids"]))
-    (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size)
+    agree = list if same_rows else _most_of_any_rank
+    (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size, agree)
     with engine.on_device():
-        outputs = [run(_micro_batch(engine, rows, at)) for at in micro_batches]
+        outputs = []
+        for at in micro_batches:
+            columns = run(_micro_batch(engine, rows, at))
+            outputs.append([column[: len(at)] for column in columns])  # nothing of a pass without rows
     place_B = torch.cat(micro_batches).argsort()
     return [to_host(torch.cat(column))[place_B] for column in zip(*outputs, strict=True)]
 
@@ -160,19 +167,24 @@ def update(
     prefix: str,
     part: tuple[int, int],
     beside: tuple[Rows, MicroLoss] | None = None,
+    check_steps: Callable[[int], None] = lambda num_steps: None,
 ) -> dict[str, Metric]:
     """Trains on all rows, one optimizer step per mini-batch; returns the metrics, the engine's own under `prefix`.
 
     `part` (i, k): the rows are the i-th of k equal parts of a training step, whose metrics merge to those of the step.
-    `beside`: other rows, of which each optimizer step adds an equal part's loss, with counts of its own.
+    `beside`: other rows, of which each optimizer step adds a part's loss, with counts of its own. `check_steps` gets
+    the number of optimizer steps before the first, and may raise.
     """
     number, num_parts = part
     stopwatch = Stopwatch(engine, rows, prefix, passes=3 * schedule.epochs)
-    losses, plans = [(rows, loss)], [_plan(rows, schedule, engine.sequence_parallel_size)]
+    chunks = _mini_batches(rows, schedule, engine.sequence_parallel_size)
+    check_steps(len(chunks) * schedule.epochs)
+    losses, plans = [(rows, loss)], [_plan(rows, chunks, schedule, engine.sequence_parallel_size)]
     if beside:
         stopwatch.count(beside[0])
-        schedule = replace(schedule, num_mini_batch_rows=len(beside[0]["input_ids"]) * schedule.epochs // len(plans[0]))
-        losses, plans = [*losses, beside], [*plans, _plan(beside[0], schedule, engine.sequence_parallel_size)]
+        other_chunks = _mini_batches(beside[0], schedule, engine.sequence_parallel_size, len(chunks))
+        losses.append(beside)
+        plans.append(_plan(beside[0], other_chunks, schedule, engine.sequence_parallel_size))
     metrics: list[dict[str, Metric]] = []
     norms = []
     lr = engine.lr
@@ -214,20 +226,34 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
 
 
-def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> list[MiniBatch]:
-    """The mini-batches of all epochs with their counts.
+def _mini_batches(
+    rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int, count: int | None = None
+) -> list[torch.Tensor]:
+    """This rank's rows of each optimizer step of an epoch; as many steps on every rank, some maybe without rows here.
 
-    Each row is on `sequence_parallel_size` ranks and counts once. ValueError if trainers differ in their rows.
+    The column `mini_batch` numbers the steps. Without it the rows of each rank are divided into `count` equal parts, by
+    default as many as `num_mini_batch_rows` makes of the rows of all ranks.
     """
     num_rows = len(rows["input_ids"])
-    if JointTrainer.of_process():  # the ranks of one group always have equally many
-        most_and_least = torch.tensor([num_rows, -num_rows])
-        dist.all_reduce(most_and_least, op=dist.ReduceOp.MAX)
-        most, least = most_and_least.tolist()
-        if most != -least:
-            raise ValueError(f"this rank got {num_rows} rows, others {-least} to {most}: give all trainers as many.")
-    chunks = torch.arange(num_rows).split(schedule.num_mini_batch_rows)
-    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
+    if "mini_batch" in rows:
+        number_B = rows["mini_batch"]
+        (num_steps,) = _most_of_any_rank([int(number_B.max()) + 1 if num_rows else 0])
+        return [(number_B == step).nonzero().squeeze(1) for step in range(num_steps)]
+    if count is None:
+        num_all_rows = torch.tensor(num_rows)
+        dist.all_reduce(num_all_rows)
+        trainer = JointTrainer.of_process()
+        num_step_rows = schedule.num_mini_batch_rows * sequence_parallel_size * (trainer.count if trainer else 1)
+        count = math.ceil(num_all_rows.item() / num_step_rows)
+    return list(torch.arange(num_rows).tensor_split(max(1, count)))
+
+
+def _plan(
+    rows: Rows, chunks: Sequence[torch.Tensor], schedule: UpdateSchedule, sequence_parallel_size: int
+) -> list[MiniBatch]:
+    """The mini-batches of all epochs with their counts. Each row is on `sequence_parallel_size` ranks and counts
+    once."""
+    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size, _most_of_any_rank)
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
@@ -239,25 +265,47 @@ def _plan(rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int) -> 
 
 
 def _micro_batch(engine: TrainingEngine, rows: Rows, at: torch.Tensor) -> MicroBatch:
-    return MicroBatch({name: column[at] for name, column in rows.items()}, engine.device)
+    """Some rows for a pass. Without any it is one token of which nothing is scored, since no model runs on nothing."""
+    if len(at):
+        return MicroBatch({name: column[at] for name, column in rows.items()}, engine.device)
+    filler = {name: column.new_zeros(1, *column.shape[1:]) for name, column in rows.items()}
+    filler["attention_mask"][:, 0] = 1
+    return MicroBatch(filler, engine.device)
 
 
 def _micro_batches(
-    rows: Rows, chunks: Sequence[torch.Tensor], micro_batching: MicroBatching, sequence_parallel_size: int
+    rows: Rows,
+    chunks: Sequence[torch.Tensor],
+    micro_batching: MicroBatching,
+    sequence_parallel_size: int,
+    agree: Callable[[list[int]], list[int]],
 ) -> list[list[torch.Tensor]]:
     """The micro-batches of each chunk of this rank's rows: as many as on every other rank, none above its budget.
 
-    Every rank computes and communicates in each pass, so those that need fewer make as many as the one that needs most.
-    Ranks have chunks of the same sizes, so there is a row for each. Ranks that share sequences hold that many budgets.
+    Every rank computes and communicates in each pass, so those that need fewer make as many as the one that needs most,
+    the last ones without rows where there are too few. Ranks that share sequences hold that many budgets. `agree` maps
+    this rank's numbers of passes to those that all ranks make.
     """
-    if not micro_batching.by_tokens:
-        return [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
-    lengths_B = rows["attention_mask"].sum(-1)
-    pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
-    lengths = [lengths_B[chunk].tolist() for chunk in chunks]
-    needed = torch.tensor([len(pack(of_chunk)) for of_chunk in lengths])
-    dist.all_reduce(needed, op=dist.ReduceOp.MAX)
+    if micro_batching.by_tokens:
+        lengths_B = rows["attention_mask"].sum(-1)
+        lengths = [lengths_B[chunk].tolist() for chunk in chunks]
+        pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
+        counts = agree([len(pack(of_chunk)) for of_chunk in lengths])
+        micro_batches = [
+            [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]
+            for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True)
+        ]
+    else:
+        micro_batches = [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
+        counts = agree([len(of_chunk) for of_chunk in micro_batches])
     return [
-        [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]
-        for chunk, of_chunk, count in zip(chunks, lengths, needed.tolist(), strict=True)
+        of_chunk + [torch.arange(0)] * (count - len(of_chunk))
+        for of_chunk, count in zip(micro_batches, counts, strict=True)
     ]
+
+
+def _most_of_any_rank(counts: list[int]) -> list[int]:
+    """Each count, as it is on the rank where it is largest; a collective call."""
+    largest = torch.tensor(counts)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()

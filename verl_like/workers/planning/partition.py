@@ -77,64 +77,46 @@ def pack_into_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least
     return [micro_batches[index] for index in heaviest_first.tolist()]
 
 
-def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> np.ndarray:
-    """Shares of as many rows each and about the same work: (num_parts, B / num_parts) int64 row indices, ascending.
+def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Shares of about the same work, none of more than B / num_parts rows, rounded up: int64 row indices, ascending.
 
     The better of two starts, the differencing method (Karmarkar & Karp 1982) on groups of `num_parts` rows and the
     longest first (Graham 1969), then exchanges of rows between heavy and light shares.
 
     Args:
         work: (B,) work of each row, in any unit, not negative.
-        num_parts: shares to make, a divisor of B.
+        num_parts: shares to make; where they do not divide B, rows without work fill up, and are left out in the end.
     """
-    work_B = np.asarray(work, dtype=np.float64)
+    num_rows, num_fillers = len(work), -len(work) % num_parts
+    if not num_rows:
+        return [np.arange(0)] * num_parts
+    work_B = np.concatenate([np.asarray(work, dtype=np.float64), np.zeros(num_fillers)])
     longest_first = _longest_first(work_B.tolist(), num_parts, len(work_B) // num_parts)
     starts = [_differencing(work_B, num_parts), np.array(longest_first)]
     shares = min(starts, key=lambda table: work_B[table].sum(1).max())
     _exchange(shares, work_B)
-    return np.sort(shares, axis=1)
+    return [rows[rows < num_rows] for rows in np.sort(shares, axis=1)]
 
 
-def balanced_rank_order(work_B: Sequence[float] | np.ndarray, num_mini_batch_rows: int, world_size: int) -> np.ndarray:
-    """The order in which equal shards make up the same mini-batches for every number of ranks, with about equal work.
+def rank_shares(
+    num_rows: int, num_mini_batch_rows: int, num_ranks: int, work_B: Sequence[float] | np.ndarray | None = None
+) -> list[np.ndarray]:
+    """The rows of each rank, one mini-batch after the other: int64 row indices.
 
-    With n = `num_mini_batch_rows`, mini-batch i is rows i * n to (i + 1) * n of the batch; every rank gets the same
-    number of them, and about the same work in each. Returns (B,) int64: rank r takes the r-th of `world_size` equal
-    slices, in it one mini-batch after the other. Raises ValueError if rows do not divide by `num_mini_batch_rows`, or
-    those not by `world_size`.
-
-    Args:
-        work_B: (B,) work of each row, in any unit.
-        num_mini_batch_rows: rows of a mini-batch over all ranks; B for a pass that has none.
-        world_size: data-parallel ranks.
+    With n = `num_mini_batch_rows`, mini-batch i is rows i * n to (i + 1) * n of the batch, for every number of ranks.
+    Of each, ranks get as many rows as each other or one more, as they come or, where their work is given, about the
+    same work, as `balance` divides it.
     """
-    num_rows = len(work_B)
-    share = num_rows_per_rank(num_rows, num_mini_batch_rows, world_size)
-    work_B = np.asarray(work_B)
-    order = np.empty((world_size, num_rows // num_mini_batch_rows, share), dtype=np.int64)
-    for index, first in enumerate(range(0, num_rows, num_mini_batch_rows)):
-        order[:, index] = first + balance(work_B[first : first + num_mini_batch_rows], world_size)
-    return order.reshape(-1)
-
-
-def rank_order(num_rows: int, num_mini_batch_rows: int, world_size: int) -> np.ndarray:
-    """`balanced_rank_order` without the balance: every rank takes its rows of a mini-batch as they come."""
-    share = num_rows_per_rank(num_rows, num_mini_batch_rows, world_size)
-    shares = np.arange(num_rows).reshape(-1, world_size, share)
-    return shares.transpose(1, 0, 2).reshape(-1)
-
-
-def num_rows_per_rank(num_rows: int, num_mini_batch_rows: int, num_ranks: int, *, what: str = "") -> int:
-    """A rank's equal share of each mini-batch of `num_rows` rows; `what` says where the number of rows comes from.
-
-    Raises ValueError if the rows do not divide into mini-batches, or those not by the ranks.
-    """
-    if num_rows % num_mini_batch_rows or num_mini_batch_rows % num_ranks:
-        raise ValueError(
-            f"{what}{num_rows} rows in mini-batches of {num_mini_batch_rows} do not split evenly over {num_ranks} "
-            "ranks; choose a ppo_mini_batch_size that divides data.train_batch_size and, times rollout.n, by the ranks."
-        )
-    return num_mini_batch_rows // num_ranks
+    of_ranks: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
+    for first in range(0, num_rows, num_mini_batch_rows):
+        rows = np.arange(first, min(first + num_mini_batch_rows, num_rows))
+        if work_B is None:
+            shares = np.array_split(rows, num_ranks)
+        else:
+            shares = [first + share for share in balance(np.asarray(work_B)[rows], num_ranks)]
+        for of_rank, share in zip(of_ranks, shares, strict=True):
+            of_rank.append(share)
+    return [np.concatenate([np.arange(0), *shares]) for shares in of_ranks]
 
 
 def num_groups(size: int, total: int, of: str, *, key: str) -> int:

@@ -48,7 +48,7 @@ def assemble(
     prompts: DataProto, completions: Sequence[Completion], *, response_length: int, pad_token_id: int
 ) -> DataProto:
     """Pads N responses on the right and puts them beside their B prompts; see `RolloutEngine.stream_sequences`."""
-    n = len(completions) // len(prompts)
+    n = len(completions) // max(1, len(prompts))
     shape = (len(completions), response_length)
     responses = np.full(shape, pad_token_id, dtype=np.int64)
     response_mask = np.zeros(shape, dtype=np.int64)
