@@ -50,6 +50,7 @@ LAYOUTS = {"sharded": "zero3", "replicated": "ddp"}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "ptx_coef": 0.4, "ema_decay": 0.5}
 BUDGET = 12
+TWO_EPOCHS = {"ppo_epochs": 2, "optim": {"lr": 1e-4}}
 
 
 def padded_half(data: DataProto, rank: int) -> DataProto:
@@ -63,6 +64,13 @@ def long_and_short_rows() -> DataProto:
     """8 rows, the longest first."""
     rows = make_batch(rows=8)
     return rows.select_idxs(rows.batch["attention_mask"].sum(-1).argsort(descending=True))
+
+
+def in_uneven_steps() -> DataProto:
+    """7 rows, of which the first four are one optimizer step and the others the next."""
+    rows = make_batch(rows=7)
+    rows.batch["mini_batch"] = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    return rows
 
 
 def pairs() -> DataProto:
@@ -158,6 +166,10 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4))))
     save_file(gradients, out / f"second_gradients_{rank}")
+    worker = ActorWorker(policy_config(model, micro=2, **TWO_EPOCHS))
+    worker.init_model()
+    worker.update_actor(in_uneven_steps().select_idxs([[0, 1, 2, 4, 5, 6], [3]][rank]))
+    save_file(parameters_of(worker), out / f"two_epochs_{rank}")
     worker = ActorWorker(policy_config(model, budget=BUDGET))
     worker.init_model()
     passes = []
@@ -356,6 +368,17 @@ def test_trainers_of_a_model_that_get_different_numbers_of_rows_have_the_gradien
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_critic(make_batch(rows=7)).get())
     for rank in (0, 1):
         assert relative_error(load_file(two_ranks / f"joint_gradients_{rank}"), gradients) < 1e-6
+
+
+def test_ranks_of_which_one_has_no_row_of_a_step_train_two_epochs_as_one_rank_does(two_ranks):
+    group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **TWO_EPOCHS))
+    start = parameters_of(group.workers[0])
+    group.update_actor(in_uneven_steps()).get()
+    expected = {name: value - start[name] for name, value in parameters_of(group.workers[0]).items()}
+    for rank in (0, 1):
+        trained = load_file(two_ranks / f"two_epochs_{rank}")
+        moved = {name: trained[name] - start[name] for name in trained}
+        assert relative_error(moved, expected) < 1e-4  # of four steps of Adam in float32
 
 
 def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pair_after_the_other(two_ranks):
