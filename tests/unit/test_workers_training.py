@@ -154,6 +154,22 @@ def test_padding_rows_change_neither_gradient_nor_metrics(model_path):
     assert padded_metrics["actor/ppo_kl"] == pytest.approx(metrics["actor/ppo_kl"], rel=1e-5)
 
 
+@pytest.mark.parametrize("passes", [{"micro": 2}, {"budget": 14}])
+def test_a_batch_without_rows_has_scores_of_no_row_and_takes_no_step(model_path, passes):
+    data = make_batch(rows=4)[[]]
+    group = actor_group(model_path, **passes)
+    before = parameters_of(group.workers[0])
+    scores = group.compute_log_prob(data).get().batch
+    assert {name: (tuple(score.shape), score.dtype) for name, score in scores.items()} == {
+        "old_log_probs": ((0, data.batch["response_mask"].size(1)), torch.float32),
+        "entropys": ((0, data.batch["response_mask"].size(1)), torch.float32),
+    }
+    update(group, data)
+    data.batch["mini_batch"] = torch.zeros(0, dtype=torch.int64)
+    update(group, data)
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+
+
 def test_a_batch_without_any_response_token_takes_no_step(model_path):
     data = make_batch(rows=4)
     data.batch["response_mask"] = torch.zeros_like(data.batch["response_mask"])

@@ -237,7 +237,7 @@ def _mini_batches(
     num_rows = len(rows["input_ids"])
     if "mini_batch" in rows:
         number_B = rows["mini_batch"]
-        (num_steps,) = _most_of_any_rank([int(number_B.max()) + 1 if num_rows else 0])
+        (num_steps,) = _most_of_any_rank([int(number_B.max()) + 1 if num_rows else 1])
         return [(number_B == step).nonzero().squeeze(1) for step in range(num_steps)]
     if count is None:
         num_all_rows = torch.tensor(num_rows)
@@ -290,7 +290,7 @@ def _micro_batches(
         lengths_B = rows["attention_mask"].sum(-1)
         lengths = [lengths_B[chunk].tolist() for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
-        counts = agree([len(pack(of_chunk)) for of_chunk in lengths])
+        counts = agree([max(1, len(pack(of_chunk))) for of_chunk in lengths])
         micro_batches = [
             [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]
             for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True)
