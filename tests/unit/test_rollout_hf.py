@@ -312,6 +312,16 @@ def test_finished_responses_are_told_while_others_are_generated(
         assert list(sample.token_ids) == output.batch["responses"][row][mask].tolist()
 
 
+def test_an_engine_that_gets_no_prompt_returns_no_row_with_all_columns(model: tuple[str, LlamaForCausalLM]) -> None:
+    """As a replica does where there are fewer prompts than replicas."""
+    engine = make_engine(model)
+    whole = generate_sequences(engine, prompt_batch())
+    none = generate_sequences(engine, prompt_batch()[[]])
+    assert len(none) == 0 and none.columns().keys() == whole.columns().keys()
+    for name, column in whole.tensors().items():
+        assert none.batch[name].shape[1:] == column.shape[1:] and none.batch[name].dtype == column.dtype, name
+
+
 def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
     engine = make_engine(model, max_num_seqs=3)
