@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from test_detached_config import config_of
 
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.run_detached import DetachedRun, check_shared_memory
-from verl_like.trainer.detached.side import LEDGER, SideRecorder, side_died
+from verl_like.trainer.detached.side import LEDGER, Question, SideRecorder, side_died
 
 
 class Actors:
@@ -232,3 +232,23 @@ def test_a_side_that_is_gone_is_named_with_the_last_line_of_what_ray_says():
     error = side_died("maker_1", "extend", ValueError("The actor died.\nIts process exited with 7.\n"))
     assert (error.role, error.rank, error.node, error.pid) == ("maker_1", 0, "?", 0)
     assert (error.method, error.cause) == ("extend", "Its process exited with 7.")
+
+
+def test_a_question_that_gets_no_answer_names_the_side_and_the_call(monkeypatch: pytest.MonkeyPatch):
+    question = Question("maker_1", "extend", answer="the answer", timeout=2.5)
+
+    def no_answer(error: Exception) -> None:
+        def get(answer: str, timeout: float) -> None:
+            assert (answer, timeout) == ("the answer", 2.5)
+            raise error
+
+        monkeypatch.setattr(ray, "get", get)
+
+    no_answer(GetTimeoutError())
+    with pytest.raises(CallTimeout) as late:
+        question.get()
+    assert str(late.value) == "maker_1.extend did not finish within 2.5 s: waiting for maker_1"
+    no_answer(RayActorError(error_msg="The actor died.\nIts process exited with 7."))
+    with pytest.raises(WorkerDied) as died:
+        question.get()
+    assert (died.value.role, died.value.method, died.value.cause) == ("maker_1", "extend", "Its process exited with 7.")

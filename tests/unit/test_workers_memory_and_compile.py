@@ -1,5 +1,6 @@
 """Saved activations in host memory, and compiled layers: the same numbers as without."""
 
+import os
 import shutil
 from functools import partial
 
@@ -16,6 +17,7 @@ from tiny_worker_models import (
 )
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
+from verl_like.workers import model_worker
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine import activation_offload
@@ -23,6 +25,7 @@ from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import pack
 from verl_like.workers.models.pretrained import compile_layers, load_pretrained
+from verl_like.workers.weight_transfer.direct import IpcTransport
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +179,29 @@ def test_actor_and_critic_do_what_each_switch_says_and_nothing_else(tmp_path, mo
         assert engine.model.hf.is_gradient_checkpointing == (switch == "enable_gradient_checkpointing")
         compiled = ["forward" in vars(layer) for layer in engine.units[:-1]]
         assert compiled == [switch == "use_torch_compile"] * 2
+
+
+def test_segments_of_memory_grow_on_a_gpu_unless_another_process_opens_them(monkeypatch: pytest.MonkeyPatch):
+    def stop(*_: object) -> None:
+        raise InterruptedError("before anything needs a GPU")
+
+    monkeypatch.setattr(model_worker, "init_process_group", stop)
+    setting = "PYTORCH_CUDA_ALLOC_CONF"
+    for device, transport, expected in (
+        ("cuda", None, "expandable_segments:True"),
+        ("cuda", IpcTransport(), None),
+        ("cpu", None, None),
+    ):
+        monkeypatch.setenv("VERL_LIKE_DEVICE", device)
+        monkeypatch.setenv(setting, "")
+        monkeypatch.delenv(setting)
+        worker = model_worker.ModelWorker()
+        worker.weight_transport = transport
+        with pytest.raises(InterruptedError):
+            worker.start_engine()
+        assert os.environ.pop(setting, None) == expected, (device, transport)
+    monkeypatch.setenv("VERL_LIKE_DEVICE", "cuda")
+    monkeypatch.setenv(setting, "max_split_size_mb:64")
+    with pytest.raises(InterruptedError):
+        model_worker.ModelWorker().start_engine()
+    assert os.environ[setting] == "max_split_size_mb:64"  # what the user says
