@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from test_detached_config import IN_FLIGHT, config_of
 
@@ -56,6 +57,13 @@ def test_the_trainers_of_a_model_meet_at_the_address_that_they_are_given(monkeyp
     with pytest.raises(Seen) as seen:
         side.start()
     assert seen.value.args == (None,)
+
+
+def test_a_trainer_waits_for_makers_as_long_as_three_calls_may_take(monkeypatch: pytest.MonkeyPatch):
+    context = SimpleNamespace(get_actor_name=lambda: "trainer_0")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    side = DetachedPPOTrainer.__ray_metadata__.modified_class(config_of("trainer.call_timeout_s=8"), ["maker_0"])
+    assert (side.turns.name, side.turns.limit_s) == ("trainer_0", 24.0)
 
 
 @pytest.mark.parametrize("bypass", [True, False])

@@ -2,6 +2,9 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from ipc_chunks import load_chunk, packed_chunks
 from test_config_rules import REQUIRED, SMALL
+from tiny_worker_models import local_group, policy_config, write_model
 
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -17,6 +21,7 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.experience_maker import ExperienceMaker, Weights
 from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.workers.actor import ActorWorker
 from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.weight_sync import WeightExport, check_exports, collect_weights, in_order
 from verl_like.workers.weight_transfer.direct import (
@@ -175,6 +180,27 @@ class Rollout(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: str, version: int) -> None:
         Actor.calls.append(f"load {exported} {version}")
+
+
+def test_an_actor_sends_as_its_rank_to_as_many_receivers_as_it_is_told(tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Recording(DirectTransport):
+        @contextmanager
+        def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
+            calls.append(("joined", rank, num_receivers, receivers))
+            yield
+
+        def send(self, weights: Any, rank: int) -> None:
+            calls.append(("sent", {dtype for _, _, dtype in weights}, rank))
+
+        def _join(self, host: str, port: int, world_size: int) -> Any:
+            raise NotImplementedError
+
+    actor = local_group(ActorWorker, policy_config(write_model(tmp_path / "policy"))).workers[0]
+    actor.weight_transport, actor.export_dtype = Recording(), "float16"
+    actor.send_weights(3, "maker_1")
+    assert calls == [("joined", 0, 3, "maker_1"), ("sent", {torch.float16}, 0)]
 
 
 def test_an_actor_of_another_driver_sends_where_the_weights_say_so() -> None:
