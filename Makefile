@@ -1,17 +1,21 @@
 # `make test` makes the environment if there is none and passes the tests.
+# What runs here runs on the CPU build of vLLM, also where there are GPUs: that is then in .venv_cpu, and no GPU is seen.
+SHELL := bash
+on_cpu := source scripts/cpu_environment.sh &&
+
 .PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal gpu-environment plan-check
 
 env:
 	@bash scripts/environment.sh
 
-lint: env
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
+lint:
+	$(on_cpu) $$python -m ruff check .
+	$(on_cpu) $$python -m ruff format --check .
+	$(on_cpu) $$python -m mypy
 
 # Two processes, each with whole files: a file's tests share what is slow to start.
 test: lint
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(on_cpu) OMP_NUM_THREADS=1 $$python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Needs the package index, but no GPU and no .venv: uv resolves, for each Python that the lock is for.
 gpu-lock-check: build/uv/bin/uv
@@ -33,28 +37,28 @@ gpu-environment:
 
 # The sums of trainer/memory.py beside what a 7B model reserves on the null GPU, about ten minutes; writes
 # docs/memory_plan.md. CHOSEN="sft lora*" does some of the cases and writes nothing.
-plan-check: env
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/plan_check.py $(CHOSEN)
+plan-check:
+	$(on_cpu) PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $$python scripts/plan_check.py $(CHOSEN)
 
 # What proves and takes long, about two hours; writes docs/proofs.md, and after it the pages of rehearsal and plan.
 # CHOSEN="-k resume" runs a part, without these.
-proofs: env
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/proofs.py $(CHOSEN)
+proofs:
+	$(on_cpu) PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $$python scripts/proofs.py $(CHOSEN)
 	$(if $(CHOSEN),,@python3 scripts/gpu_rehearsal.py)
-	$(if $(CHOSEN),,PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 .venv/bin/python scripts/plan_check.py)
+	$(if $(CHOSEN),,$(MAKE) plan-check)
 
 # About two hours; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
 # laid over the environment, which stays as it is.
-mutants: env build/mutation_tools
-	PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 .venv/bin/python scripts/mutants.py $(AREAS)
+mutants: build/mutation_tools
+	$(on_cpu) PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 $$python scripts/mutants.py $(AREAS)
 
 build/mutation_tools: requirements/mutants.txt
 	rm -rf $@
-	.venv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ -r $<
+	$(on_cpu) $$python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ -r $<
 	touch $@
 
-docs: env
-	.venv/bin/python scripts/generate_docs.py
+docs:
+	$(on_cpu) $$python scripts/generate_docs.py
 
 # The documents and the API reference as a site in build/site. Needs no .venv; its tools have an environment of their own.
 site: build/site_tools
@@ -69,8 +73,8 @@ build/site_tools: requirements/docs.txt
 benchmarks := $(filter-out harness serve table toy_world gpu_check versions,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
 
 # One after the other; one that fails does not stop the rest.
-bench: env
+bench:
 	@bash benchmarks/setup_peers.sh
-	@failed=; for name in $(benchmarks); do .venv/bin/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
-	.venv/bin/python -m benchmarks.table; \
+	@$(on_cpu) failed=; for name in $(benchmarks); do $$python -m benchmarks.$$name || failed="$$failed $$name"; done; \
+	$$python -m benchmarks.table; \
 	if [ -n "$$failed" ]; then echo "These benchmarks failed:$$failed"; exit 1; fi

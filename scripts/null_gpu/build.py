@@ -48,8 +48,12 @@ def build(out: Path, site_packages: Path | None = None) -> Path:
 
 
 def environment(out: Path, *, name: str, count: int, size: int) -> dict[str, str]:
-    """For processes whose CUDA is `count` null GPUs of `size` bytes, shared by all that have this `name`."""
+    """For processes whose CUDA is `count` null GPUs of `size` bytes, shared by all that have this `name`.
+
+    They see all of them, whatever the caller sees of the machine's.
+    """
     return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
         "LD_PRELOAD": str(out / LIBRARY),
         "LD_LIBRARY_PATH": str(out),
         "NULL_GPU_NAME": name,

@@ -122,3 +122,24 @@ def test_their_python_is_that_of_the_cpu_build_and_sees_no_gpu(tmp_path: Path, d
         ["bash", "-euc", show], cwd=tmp_path, env={"PATH": f"{tmp_path}/tools"}, capture_output=True, text=True
     )
     assert done.stdout == f"{python}/bin/python {'' if driver else 'all'}\n"
+
+
+def test_what_the_makefile_runs_is_the_python_of_the_cpu_build(tmp_path: Path):
+    set_up(tmp_path, driver="580.65.06")
+    (tmp_path / "scripts/environment.sh").write_text('[ "$*" = cpu ]')
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / ".venv_cpu/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$* on [$CUDA_VISIBLE_DEVICES]"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [shutil.which("make"), "--silent", "test", "docs"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}/tools", "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("-m")] == ["ruff", "ruff", "mypy", "pytest"]
+    assert lines[-1].startswith("scripts/generate_docs.py") and all(line.endswith("on []") for line in lines)
+    assert ".venv/" not in (ROOT / "Makefile").read_text()

@@ -1,6 +1,8 @@
 """The rehearsal's sums, from what processes measured; the measuring itself needs CUDA's build of torch."""
 
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.measured import Measured
+from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import Pool, Process, measure_run
 from verl_like.rehearse.report import most_at_once, report
 from verl_like.trainer.memory import PlannedPool, RolloutShare
@@ -27,6 +30,17 @@ def test_a_gpu_is_named_or_has_a_size():
         bytes_of_gpu("H100")
     with pytest.raises(ValueError, match="--gpu 0GB"):
         bytes_of_gpu("0GB")
+
+
+def test_the_null_gpu_is_seen_by_a_caller_that_sees_none_of_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "seen.py").write_text("import json, os\nprint(json.dumps(os.environ['CUDA_VISIBLE_DEVICES']))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    gpu = object.__new__(NullGpu)  # without the library, which the loader then ignores
+    gpu.python, gpu.folder, gpu.library = Path(sys.executable), tmp_path, tmp_path / "none.so"
+    assert gpu.run("seen", {}, 1_000_000) == "0"
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ class NullGpu:
             "NULL_GPU_COUNT": "1",
             "NULL_GPU_BYTES": str(device_bytes),
             "NULL_GPU_LARGEST_COPY": str(1 << 20),
+            "CUDA_VISIBLE_DEVICES": "0",  # the null GPU, whatever the caller sees of the machine's
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

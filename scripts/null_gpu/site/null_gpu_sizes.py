@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from null_gpu_runtime import use_null_runtime
+
 
 def _models_without_weights(pretrained: ModuleType) -> None:
     load = pretrained.load_pretrained
@@ -100,10 +102,6 @@ def _triton_without_a_compiler(jit: ModuleType) -> None:
     jit.JITFunction.run = lambda *_, **options: None
 
 
-def _runtime_is_the_null_gpu(cuda_wrapper: ModuleType) -> None:
-    cuda_wrapper.find_loaded_library = lambda name: "libcuda.so.1"
-
-
 REPLACED: dict[str, tuple[Callable[[ModuleType], None], str]] = {
     "verl_like.workers.models.pretrained": (_models_without_weights, "weights are allocated and never filled"),
     "verl_like.workers.models.linear_log_prob": (_heads_without_kernels, "the head has Triton kernels, too"),
@@ -128,7 +126,7 @@ REPLACED: dict[str, tuple[Callable[[ModuleType], None], str]] = {
     ),
     "triton.runtime.jit": (_triton_without_a_compiler, "Triton's kernels need a compiler for a GPU"),
     "vllm.distributed.device_communicators.cuda_wrapper": (
-        _runtime_is_the_null_gpu,
+        use_null_runtime,
         "vLLM would find NVIDIA's runtime among the files that torch has loaded",
     ),
 }

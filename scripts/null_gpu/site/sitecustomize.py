@@ -12,14 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from null_gpu_runtime import use_null_runtime
+
 
 def _answer_with(name: str) -> Callable[[ModuleType], None]:
     return lambda module: importlib.import_module(name).install()
-
-
-def _runtime_is_the_null_gpu(cuda_wrapper: ModuleType) -> None:
-    """vLLM calls the runtime by ctypes, and would find NVIDIA's among the files that torch has loaded."""
-    cuda_wrapper.find_loaded_library = lambda name: "libcuda.so.1"
 
 
 # What is done once a module has been imported.
@@ -27,7 +24,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": _answer_with("null_gpu_kernels"),
     "vllm._custom_ops": _answer_with("null_gpu_vllm"),
     "vllm.lora.ops.triton_ops": _answer_with("null_gpu_vllm_lora"),
-    "vllm.distributed.device_communicators.cuda_wrapper": _runtime_is_the_null_gpu,
+    "vllm.distributed.device_communicators.cuda_wrapper": use_null_runtime,
     "vllm.vllm_flash_attn.flash_attn_interface": _answer_with("null_gpu_vllm_attention"),
 }
 
