@@ -302,4 +302,13 @@ RUNS = (
         control="memory_of_another",
         refused_with="Error in memory profiling",
     ),
+    detached(
+        "stopped_receiver",
+        "control: an engine stands still while the trainer broadcasts the weights to it",
+        "actor_rollout_ref.rollout.weight_transport=nccl",
+        "trainer.call_timeout_s=60",
+        "trainer.total_training_steps=4",
+        control="stopped_receiver",
+        refused_with="send_weights",
+    ),
 )

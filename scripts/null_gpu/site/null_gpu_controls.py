@@ -57,8 +57,24 @@ def memory_of_another(gpu_worker: ModuleType) -> None:
     worker.init_device, worker.determine_available_memory = init_beside_a_holder, profile_while_the_holder_ends
 
 
+def stopped_receiver(pynccl: ModuleType) -> None:
+    """An engine's process stands still when the weights reach it for the second time, and NCCL waits for it."""
+    os.environ["NULL_GPU_DEADLINE"] = "3600"
+    broadcast = pynccl.PyNcclCommunicator.broadcast
+
+    def stop_in_the_second(self: Any, tensor: Any, src: int, *arguments: Any, **options: Any) -> None:
+        if self.rank != src:
+            self.number = getattr(self, "number", 0) + 1
+            if self.number == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        broadcast(self, tensor, src, *arguments, **options)
+
+    pynccl.PyNcclCommunicator.broadcast = stop_in_the_second
+
+
 CONTROLS = {
     "flipped_weight": ("verl_like.workers.weight_sync", flipped_weight),
     "wrong_device": ("verl_like.workers.models.packing", wrong_device),
     "memory_of_another": ("vllm.v1.worker.gpu_worker", memory_of_another),
+    "stopped_receiver": ("vllm.distributed.device_communicators.pynccl", stopped_receiver),
 }
