@@ -309,6 +309,6 @@ RUNS = (
         "trainer.call_timeout_s=60",
         "trainer.total_training_steps=4",
         control="stopped_receiver",
-        refused_with="send_weights",
+        refused_with="actor.send_weights did not finish within 60 s",
     ),
 )

@@ -59,6 +59,7 @@ def memory_of_another(gpu_worker: ModuleType) -> None:
 
 def stopped_receiver(pynccl: ModuleType) -> None:
     """An engine's process stands still when the weights reach it for the second time, and NCCL waits for it."""
+    os.environ["NULL_GPU_WAITS_FOR_LOST_RANKS"] = "1"
     os.environ["NULL_GPU_DEADLINE"] = "3600"
     broadcast = pynccl.PyNcclCommunicator.broadcast
 
