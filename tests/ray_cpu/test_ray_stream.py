@@ -16,7 +16,7 @@ from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePoo
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
-BATCH = DataProto.from_dict(tensors={"x": torch.arange(5)})  # does not divide: rank 1 gets one row of padding
+BATCH = DataProto.from_dict(tensors={"x": torch.arange(5)})  # rank 0 gets one row more
 
 
 EVENTS: list[CallEvent] = []

@@ -176,15 +176,6 @@ def test_mini_batches_and_micro_batches_need_not_divide_over_the_ranks():
     assert small(*sizes).actor_rollout_ref.actor.ppo_mini_batch_size == 7
 
 
-def test_micro_batches_by_tokens_need_not_divide_anything():
-    assert small(
-        "actor_rollout_ref.rollout.n=6",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5",
-        "critic.ppo_micro_batch_size_per_gpu=7",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-    ).critic.use_dynamic_bsz
-
-
 ACTOR_BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 SHARED_BY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 BY_TOKENS = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true"]

@@ -414,3 +414,21 @@ def test_jagged_columns_with_rows_of_the_same_lengths_can_be_computed_with_after
     masked = united.batch["rewards"] * united.batch["masks"]
     assert [row.tolist() for row in masked.unbind()] == [[1.0, 0.0], [], [3.0]]
     assert [row.tolist() for row in united.batch["tokens"].unbind()] == [[1.0], [2.0], [3.0, 4.0]]
+
+
+def test_a_column_with_holes_one_that_is_moved_and_those_of_a_tensordict_share_offsets_too():
+    def jagged(*rows: list[float]) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    wide = jagged([1.0, 2.0, 9.0], [3.0, 9.0, 9.0])
+    narrowed = torch.nested.narrow(torch.stack(list(wide.unbind())), 1, 0, torch.tensor([2, 1]), layout=torch.jagged)
+    plain = jagged([10.0, 20.0], [30.0])
+    for tensors in ({"holes": narrowed, "plain": plain}, {"plain": plain, "holes": narrowed}):
+        data = DataProto.from_dict(tensors)
+        assert [row.tolist() for row in (data.batch["holes"] + data.batch["plain"]).unbind()] == [[11.0, 22.0], [33.0]]
+    direct = DataProto(TensorDict({"a": jagged([1.0], [2.0, 3.0]), "b": jagged([4.0], [5.0, 6.0])}, batch_size=[2]))
+    assert [row.tolist() for row in (direct.batch["a"] + direct.batch["b"]).unbind()] == [[5.0], [7.0, 9.0]]
+    moved = direct.to("cpu")
+    assert moved.batch["a"].offsets() is moved.batch["b"].offsets()
+    on_meta = direct.to("meta").select()
+    assert on_meta.batch["a"].device.type == "meta" and len(on_meta) == 2

@@ -80,14 +80,15 @@ def test_prompts_and_responses_of_the_same_lengths_are_padded_on_their_own_sides
 def test_verls_layout_without_padding_is_the_batch_again():
     data = batch()
     data.pop(["prompt_scores"])
-    back = without_padding(padded(data))
+    back = without_padding(padded(data), pad_token_id=9)
     assert back.equal(data)
     assert back.batch["values"].offsets() is back.batch["responses"].offsets()
 
 
 def test_a_batch_of_verl_without_response_mask_gets_one_of_its_response_tokens():
     view = padded(batch(), ["responses", "input_ids", "attention_mask"])
-    back = without_padding(view)
+    back = without_padding(view, pad_token_id=9)
+    assert back.meta_info["padding"] == PADDING and padded(back).batch["input_ids"].equal(view.batch["input_ids"])
     assert [row.tolist() for row in back.batch["response_mask"].unbind()] == [[1, 1, 1], [], [1]]
     assert [row.tolist() for row in back.batch["prompts"].unbind()] == [[1, 2], [3, 4, 5, 6], [7]]
 
@@ -108,4 +109,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"no meta_info\['padding'\]"):
         padded(batch().select(meta_info_keys=[]))
     with pytest.raises(ValueError, match=r"this one lacks \['attention_mask'\]"):
-        without_padding(DataProto.from_dict({"input_ids": torch.ones(1, 2)}))
+        without_padding(DataProto.from_dict({"input_ids": torch.ones(1, 2)}), 9)
+    between = DataProto.from_dict({"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])})
+    with pytest.raises(ValueError, match="here padding is between"):
+        without_padding(between, 9)

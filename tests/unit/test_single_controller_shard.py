@@ -155,3 +155,12 @@ def test_sizes_of_an_order_must_fit_the_rows_and_the_ranks():
             Ordered(data, [2, 0, 1], sizes)
     with pytest.raises(ValueError, match="sizes for 2 ranks, but is split over 3"):
         split_order(np.arange(3), [1, 2], 3)
+
+
+def test_a_shard_without_rows_of_a_jagged_batch_joins_the_others():
+    rows = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
+    data = DataProto.from_dict({"tokens": rows})
+    parts = (Part(CallHeader(num_rows=2), data),)
+    shards = [BatchShard(parts, index, 3).resolve(list).data for index in range(3)]
+    assert [len(shard) for shard in shards] == [1, 1, 0] and shards[2].batch["tokens"].is_nested
+    assert DataProto.concat(shards).equal(data)

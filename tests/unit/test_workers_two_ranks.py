@@ -166,6 +166,20 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4))))
     save_file(gradients, out / f"second_gradients_{rank}")
+    worker = ActorWorker(policy_config(model, micro=3, **OBJECTIVE))
+    worker.init_model()
+    halves, one_row = make_batch(rows=7).select_idxs([[0, 1, 2, 3], [4, 5, 6]][rank]), make_batch(rows=10, seed=2)
+    gradients, output = gradients_of(worker, lambda: worker.update_actor(halves, one_row.select_idxs([[0], []][rank])))
+    save_file(gradients, out / f"one_ptx_row_{rank}")
+    worker = DPOWorker(*dpo_arguments(model, use_dynamic_bsz=False, micro_batch_size_per_gpu=1))
+    worker.init_model()
+    gradients, _ = gradients_of(worker, lambda: worker.update_model(pairs().select_idxs([[], [0, 1, 2, 3]][rank])))
+    save_file(gradients, out / f"uneven_dpo_{rank}")
+    if rank:
+        metrics = metric_values(worker.evaluate(pairs()).meta_info["metrics"])
+        (out / "uneven_dpo_metrics.json").write_text(json.dumps(metrics))
+    else:
+        worker.evaluate(pairs().select_idxs([]))
     worker = ActorWorker(policy_config(model, micro=2, **TWO_EPOCHS))
     worker.init_model()
     worker.update_actor(in_uneven_steps().select_idxs([[0, 1, 2, 4, 5, 6], [3]][rank]))
@@ -368,6 +382,26 @@ def test_trainers_of_a_model_that_get_different_numbers_of_rows_have_the_gradien
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_critic(make_batch(rows=7)).get())
     for rank in (0, 1):
         assert relative_error(load_file(two_ranks / f"joint_gradients_{rank}"), gradients) < 1e-6
+
+
+def test_rows_of_a_language_model_loss_may_be_fewer_than_ranks(two_ranks):
+    group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE))
+    ptx = make_batch(rows=10, seed=2).select_idxs([0])
+    gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(make_batch(rows=7), ptx).get())
+    for rank in (0, 1):
+        assert relative_error(load_file(two_ranks / f"one_ptx_row_{rank}"), gradients) < 2e-6
+
+
+def test_a_rank_without_pairs_leaves_the_gradient_and_the_metrics_of_the_others(two_ranks):
+    arguments = dpo_arguments(str(two_ranks / "model"), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    group = LocalWorkerGroup(ClassWithInitArgs(DPOWorker, *arguments))
+    group.init_model()
+    gradients, _ = gradients_of(group.workers[0], lambda: group.update_model(pairs()).get())
+    expected = metric_values(group.evaluate(pairs()).get().meta_info["metrics"])
+    for rank in (0, 1):
+        assert relative_error(load_file(two_ranks / f"uneven_dpo_{rank}"), gradients) < 2e-6
+    metrics = json.loads((two_ranks / "uneven_dpo_metrics.json").read_text())
+    assert metrics == pytest.approx(expected, rel=1e-4)
 
 
 def test_ranks_of_which_one_has_no_row_of_a_step_train_two_epochs_as_one_rank_does(two_ranks):

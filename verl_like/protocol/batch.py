@@ -29,8 +29,8 @@ class Batch:
     """The columns of some rows: tensors in `batch` (one batch dimension), objects in `non_tensor_batch`, and
     `meta_info`, which is about the batch and not about a row.
 
-    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Those whose rows have the same lengths
-    share one offsets tensor, so that torch computes between them.
+    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Every operation makes
+    those whose rows have the same lengths share one offsets tensor, so that torch computes between them.
 
     Containers are never shared between two batches; columns are values: replace them (`data.batch["x"] = ...`), never
     write into them.
@@ -42,7 +42,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.check_consistency()
-        self.batch = None if self.batch is None else self.batch.copy()
+        if self.batch is not None:
+            self.batch = TensorDict(share_offsets(self.tensors()), self.batch.batch_size, device=self.batch.device)
         self.non_tensor_batch = dict(self.non_tensor_batch)
         self.meta_info = map_leaves(lambda leaf: leaf, self.meta_info)
 

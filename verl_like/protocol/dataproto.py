@@ -248,7 +248,9 @@ class DataProto(Batch):
     def to(self, device: str | torch.device | int) -> "DataProto":
         """Move the tensors in place and return self; non-tensors stay."""
         if self.batch is not None:
-            self.batch = self.batch.to(torch.device(device))
+            moved = self.batch.to(torch.device(device))
+            tensors = cast(dict[str, torch.Tensor], dict(moved.items()))
+            self.batch = TensorDict(row_ops.share_offsets(tensors), moved.batch_size, device=moved.device)
         return self
 
     def union(self, other: "DataProto") -> "DataProto":

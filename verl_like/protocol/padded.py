@@ -99,12 +99,12 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
     return (torch.arange(length) - prompt_mask_BP.size(1) + num_prompt_tokens_B).clamp(min=0)
 
 
-def without_padding(data: DataProto) -> DataProto:
+def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
     """The inverse of `padded`: a batch in verl's layout as jagged `prompts`, `responses` and columns by response token.
 
     Every dense column (B, R, ...) counts as one by response token. A response has the tokens that `attention_mask`
-    says, and `response_mask` 1 on all of them where the batch has none. Raises ValueError for a batch without
-    `input_ids` and `attention_mask`.
+    says, and `response_mask` 1 on all of them where the batch has none. The meta entry `padding` is that of the batch.
+    Raises ValueError for a batch without `input_ids` and `attention_mask`, and for padding between tokens.
     """
     tensors = data.tensors()
     missing = [name for name in ("input_ids", "attention_mask") if name not in tensors]
@@ -114,6 +114,10 @@ def without_padding(data: DataProto) -> DataProto:
     tensors.pop("position_ids", None)
     response_length = tensors["responses"].size(1) if "responses" in tensors else 0
     prompt_length = input_ids.size(1) - response_length
+    grows = attended[:, :prompt_length].int().diff(dim=1) >= 0
+    falls = attended[:, prompt_length:].int().diff(dim=1) <= 0
+    if not (grows.all() and falls.all()):
+        raise ValueError("verl's layout pads prompts on the left and responses on the right; here padding is between")
     prompt_offsets = offsets_of(attended[:, :prompt_length].sum(-1))
     in_prompt = RowPlaces(prompt_offsets, prompt_length, at_end=True)
     prompts = in_prompt.strip(input_ids[:, :prompt_length])
@@ -126,4 +130,5 @@ def without_padding(data: DataProto) -> DataProto:
             is_by_token = not column.is_nested and column.shape[:2] == in_response.shape
             if is_by_token and name != "prompts":
                 jagged[name] = jagged_from_lengths(in_response.strip(column), lengths_B)
-    return DataProto.from_dict({**tensors, **jagged}, data.non_tensor_batch, data.meta_info)
+    meta_info = data.meta_info | {"padding": (prompt_length, response_length, pad_token_id)}
+    return DataProto.from_dict({**tensors, **jagged}, data.non_tensor_batch, meta_info)

@@ -64,13 +64,19 @@ def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
     """The jagged column on the one of the known offsets that are its own, which become known if there is none."""
     values, offsets = jagged_parts(column)
-    if any(each is offsets for each in known):
-        return column
     for each in known:
-        if each.device == offsets.device and torch.equal(each, offsets):
+        if each is offsets:
+            return column
+        if _are_equal(each, offsets):
             return torch.nested.nested_tensor_from_jagged(values, offsets=each)
     known.append(offsets)
-    return column
+    has_holes = cast(Any, column).lengths() is not None
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets) if has_holes else column
+
+
+def _are_equal(offsets: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two offsets have the same values; without values, on the meta device, they have not."""
+    return offsets.device == others.device and offsets.device.type != "meta" and torch.equal(offsets, others)
 
 
 def write_count(tensor: torch.Tensor) -> int:

@@ -138,7 +138,7 @@ def gather_rows(
     of one part are a view, others are copies. No rows are those of a part that has some, which has all columns.
     """
     if not len(row_numbers):
-        (payload,) = fetch([int(np.argmax(sizes))])
+        (payload,) = fetch([min((size, part) for part, size in enumerate(sizes) if size)[1]])
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes

@@ -35,9 +35,17 @@ class RowWork:
 
         With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, about an
         equal share on each of any number of ranks, and the column `mini_batch` says so. Without it the batch is one.
+        Raises ValueError for a method that does not read this column, where ranks have other numbers of rows.
         """
         num_ranks = data_parallel_size(method)
         if num_ranks is not None and num_mini_batch_rows is not None:
+            read = method.spec.read_columns
+            is_even = num_mini_batch_rows % num_ranks == 0 and len(batch) % num_mini_batch_rows == 0
+            if not is_even and len(batch) > num_mini_batch_rows and read is not None and "mini_batch" not in read:
+                raise ValueError(
+                    f"{method.group.role}.{method.spec.name} does not read the column mini_batch, which says what each "
+                    f"of {num_ranks} ranks trains in each step of {num_mini_batch_rows} rows: add it to its reads"
+                )
             return method.remote(self.in_mini_batches(batch, num_ranks, num_mini_batch_rows), *beside)
         assert not beside
         if num_ranks is None or not self.balance or not len(batch):
@@ -64,6 +72,8 @@ class RowWork:
         """
         num_ranks = data_parallel_size(method)
         assert num_ranks is not None
+        if not len(self.flops_B):
+            return {}
         plain = rank_shares(len(self.flops_B), num_mini_batch_rows, num_ranks)
         used = self.shares(num_ranks, num_mini_batch_rows)
         before, after = (np.array([self.tokens_B[rows].sum() for rows in shares]) for shares in (plain, used))

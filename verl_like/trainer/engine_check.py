@@ -45,7 +45,7 @@ def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tenso
     """The log-probabilities by the actor or a copy of it, (B, R) float32 for each replica, at temperature 1."""
     if not drawn:
         return []
-    scored = actor.score_greedy(DataProto.concat([each.select(meta_info_keys=[]) for each in drawn]))[0]
+    scored = actor.score_greedy(DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])).get()
     return list(scored.batch["old_log_probs"].split([len(each) for each in drawn]))
 
 

@@ -85,7 +85,7 @@ class Learner:
             return []
         trainer, (index, num_trainers) = self.config.trainer, self.joint
         size, part = self.config.data.ptx_batch_size, batch.meta_info.get("part_of_step", (1, 1))
-        num_steps = len(batch) // self.num_actor_mini_batch_rows
+        num_steps = -(-len(batch) // self.num_actor_mini_batch_rows)
         first = ((self.version - trainer.critic_warmup) * part[1] + part[0] - 1) * num_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
         numbers = [step * num_trainers + index for step in range(first, first + num_steps)]
@@ -97,6 +97,8 @@ class Learner:
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Training steps between the oldest token of each response and the weights that are trained on it."""
+        if not len(batch):
+            return {}
         if "policy_version" not in batch.non_tensor_batch:
             raise ValueError(
                 "the responses have no column policy_version, so how old they are is not known; a custom rollout "

@@ -66,13 +66,9 @@ class ScoringWorker(ActorRolloutRefWorker):
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
     def score_greedy(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token at temperature 1, (B, R) float32, on every rank.
-
-        All ranks compute all rows, so that a trainer computes it without other trainers of its model, who would have to
-        agree on the number of passes.
-        """
+        """Log-probability of each response token at temperature 1, (B, R) float32."""
 
         def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
             packed = self.engine.pack(micro.on_host)
@@ -80,7 +76,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             return (packed.unpack(of_tokens),)
 
         passes = log_prob_micro_batching(self.config.rollout)
-        (log_probs_BR,) = forward(self.engine, to_rows(data), passes, log_probs, same_rows=True)
+        (log_probs_BR,) = forward(self.engine, to_rows(data), passes, log_probs)
         return DataProto.from_dict(tensors={"old_log_probs": log_probs_BR})
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
@@ -144,7 +140,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                 )
 
         part = data.meta_info.get("part_of_step", (1, 1))
-        beside = (to_rows(ptx), self.ptx_loss) if ptx else None
+        beside = None if ptx is None else (to_rows(ptx), self.ptx_loss)
         metrics = update(
             self.engine,
             rows,
@@ -230,5 +226,5 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022, arXiv:2203.02155, eq. 2)."""
         packed = self.engine.pack(micro.on_host)
         (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
-        loss = -packed.unpack(log_probs).sum() / mini_batch.num_tokens
+        loss = -packed.unpack(log_probs).sum() / max(mini_batch.num_tokens, 1)
         return self.config.actor.ptx_coef * loss, {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

@@ -63,17 +63,15 @@ class ModelWorker(Worker):
             )
         )
 
-    def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> int:
-        """Names the shard of a batch that this rank works on; returns the number of shards.
+    def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> None:
+        """Names the shard of a batch that this rank works on.
 
-        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the result.
+        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the result. Raises ValueError
+        if it does not divide the ranks.
         """
-        shards = num_groups(
-            sequence_parallel_size, self.world_size, "ranks of the pool", key="ulysses_sequence_parallel_size"
-        )
+        num_groups(sequence_parallel_size, self.world_size, "ranks of the pool", key="ulysses_sequence_parallel_size")
         shard, rank_in_shard = divmod(self.rank, sequence_parallel_size)
         self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
-        return shards
 
     def start_engine(
         self, sequence_parallel_size: int = 1, training: ActorConfig | CriticConfig | TrainingConfig | None = None

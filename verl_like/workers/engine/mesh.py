@@ -14,6 +14,8 @@ from verl_like.workers.planning.partition import num_groups
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
 """Longest wait of a rank for its peers: they may still be reading a large model."""
 
+_own_ranks: dist.ProcessGroup | None = None
+
 JOIN_DEADLINE = timedelta(minutes=10)
 """Longest wait of a rank for the ranks of the other trainers of its model: their processes may still be starting."""
 
@@ -34,6 +36,21 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
         store = _store_of_group(rank) if world_size > 1 else dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE)
+    _remember_own_ranks(trainer)
+
+
+def _remember_own_ranks(trainer: JointTrainer | None) -> None:
+    global _own_ranks
+    _own_ranks = None
+    if trainer:
+        size = dist.get_world_size() // trainer.count
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, trainer.count * size, size)]
+        _own_ranks = groups[trainer.index]
+
+
+def own_ranks() -> dist.ProcessGroup | None:
+    """The process group of this worker group's ranks, without those of other trainers; None is that of all ranks."""
+    return _own_ranks
 
 
 def _store_of_group(rank: int) -> dist.Store:

@@ -15,6 +15,7 @@ from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
+from verl_like.workers.engine.mesh import own_ranks
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.pinned_memory import to_device, to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
@@ -58,7 +59,8 @@ class UpdateSchedule:
     """How rows become optimizer steps."""
 
     num_mini_batch_rows: int
-    """Rows of an optimizer step over all ranks, where a batch does not say by `mini_batch` which rows are one."""
+    """Rows of an optimizer step over all ranks of a trainer, where a batch does not say by `mini_batch` which rows are
+    one."""
     micro_batching: MicroBatching
     """Which of them share a forward and backward pass."""
     epochs: int
@@ -139,17 +141,16 @@ def forward(
     rows: Rows,
     micro_batching: MicroBatching,
     run: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
-    *,
-    same_rows: bool = False,
 ) -> list[torch.Tensor]:
     """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row.
 
-    Returns what `run` returned for all rows, in their order, on the host. `same_rows`: all ranks have these rows, so
-    that they make as many passes without asking each other.
+    Returns what `run` returned for all rows, in their order, on the host. A trainer can do it without other trainers of
+    its model.
     """
     all_rows = torch.arange(len(rows["input_ids"]))
-    agree = list if same_rows else _most_of_any_rank
-    (micro_batches,) = _micro_batches(rows, [all_rows], micro_batching, engine.sequence_parallel_size, agree)
+    (micro_batches,) = _micro_batches(
+        rows, [all_rows], micro_batching, engine.sequence_parallel_size, group=own_ranks()
+    )
     with engine.on_device():
         outputs = []
         for at in micro_batches:
@@ -183,6 +184,11 @@ def update(
     if beside:
         stopwatch.count(beside[0])
         other_chunks = _mini_batches(beside[0], schedule, engine.sequence_parallel_size, len(chunks))
+        if len(other_chunks) != len(chunks):
+            raise ValueError(
+                f"the rows of {len(other_chunks)} optimizer steps are given beside those of {len(chunks)}: number both "
+                "alike in the column mini_batch"
+            )
         losses.append(beside)
         plans.append(_plan(beside[0], other_chunks, schedule, engine.sequence_parallel_size))
     metrics: list[dict[str, Metric]] = []
@@ -253,7 +259,7 @@ def _plan(
 ) -> list[MiniBatch]:
     """The mini-batches of all epochs with their counts. Each row is on `sequence_parallel_size` ranks and counts
     once."""
-    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size, _most_of_any_rank)
+    micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
     tokens_B = rows["response_mask"].sum(-1).double()
     counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
@@ -278,34 +284,34 @@ def _micro_batches(
     chunks: Sequence[torch.Tensor],
     micro_batching: MicroBatching,
     sequence_parallel_size: int,
-    agree: Callable[[list[int]], list[int]],
+    group: dist.ProcessGroup | None = None,
 ) -> list[list[torch.Tensor]]:
-    """The micro-batches of each chunk of this rank's rows: as many as on every other rank, none above its budget.
+    """The micro-batches of each chunk of this rank's rows: as many as on every other rank of the group, by default of
+    all ranks, and none above its budget.
 
     Every rank computes and communicates in each pass, so those that need fewer make as many as the one that needs most,
-    the last ones without rows where there are too few. Ranks that share sequences hold that many budgets. `agree` maps
-    this rank's numbers of passes to those that all ranks make.
+    the last ones without rows where there are too few. Ranks that share sequences hold that many budgets.
     """
     if micro_batching.by_tokens:
         lengths_B = rows["attention_mask"].sum(-1)
         lengths = [lengths_B[chunk].tolist() for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
-        counts = agree([max(1, len(pack(of_chunk))) for of_chunk in lengths])
+        counts = _most_of_any_rank([max(1, len(pack(of_chunk))) for of_chunk in lengths], group)
         micro_batches = [
             [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]
             for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True)
         ]
     else:
         micro_batches = [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
-        counts = agree([len(of_chunk) for of_chunk in micro_batches])
+        counts = _most_of_any_rank([len(of_chunk) for of_chunk in micro_batches], group)
     return [
         of_chunk + [torch.arange(0)] * (count - len(of_chunk))
         for of_chunk, count in zip(micro_batches, counts, strict=True)
     ]
 
 
-def _most_of_any_rank(counts: list[int]) -> list[int]:
-    """Each count, as it is on the rank where it is largest; a collective call."""
+def _most_of_any_rank(counts: list[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Each count, as it is on the rank where it is largest; a collective call of the group, by default of all ranks."""
     largest = torch.tensor(counts)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest.tolist()

@@ -104,8 +104,8 @@ def rank_shares(
     """The rows of each rank, one mini-batch after the other: int64 row indices.
 
     With n = `num_mini_batch_rows`, mini-batch i is rows i * n to (i + 1) * n of the batch, for every number of ranks.
-    Of each, ranks get as many rows as each other or one more, as they come or, where their work is given, about the
-    same work, as `balance` divides it.
+    Of each, no rank gets more rows than the mean rounded up: as they come or, where their work is given, as `balance`
+    divides it.
     """
     of_ranks: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
     for first in range(0, num_rows, num_mini_batch_rows):
