@@ -1,12 +1,13 @@
 """Runs another version of the project and this one on the same work, and compares tokens, numbers and weights.
 
-    python -m scripts.same_numbers 203e2bf               all jobs with three seeds each; writes docs/same_numbers.md
-    python -m scripts.same_numbers 203e2bf sft dpo       some of the jobs; writes nothing
+    python -m scripts.same_numbers 203e2bf                    all jobs with three seeds; writes docs/same_numbers.md
+    python -m scripts.same_numbers 203e2bf --jobs sft dpo --num-seeds 1     a part; writes nothing
 
 The other version is checked out below build/same_numbers. It ends with exit code 1 if something is further apart than
 its bound.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from scripts.same_numbers.compare import (
 WORK = ROOT / "build" / "same_numbers"
 WORLD = WORK / ".toy_world"
 PAGE = ROOT / "docs" / "same_numbers.md"
-SEEDS = (1, 2, 3)
+NUM_SEEDS = 3
 NUM_STEPS = 30
 LIMIT_S = 1800
 STEP_BOUND, GRADIENT_BOUND = 1e-5, 1e-6
@@ -103,15 +104,17 @@ JOBS = (
 
 
 def main() -> None:
-    other_commit, *chosen = sys.argv[1:]
-    unknown = set(chosen) - {job.name for job in JOBS}
-    if unknown:
-        raise SystemExit(f"There is no job {', '.join(sorted(unknown))}; there are {', '.join(j.name for j in JOBS)}.")
-    other_tree = check_out(other_commit)
+    names = [job.name for job in JOBS]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("commit", help="of the other version")
+    parser.add_argument("--jobs", nargs="+", choices=names, default=names)
+    parser.add_argument("--num-seeds", type=int, default=NUM_SEEDS)
+    arguments = parser.parse_args()
+    other_tree = check_out(arguments.commit)
     make_data()
     rows, is_within = [], True
-    for job in [job for job in JOBS if not chosen or job.name in chosen]:
-        for seed in SEEDS:
+    for job in [job for job in JOBS if job.name in arguments.jobs]:
+        for seed in range(1, arguments.num_seeds + 1):
             for difference, bound in compare(job, seed, other_tree):
                 is_within &= difference.relative <= bound
                 verdict = "" if difference.relative <= bound else f"**above {bound:g}**"
@@ -119,8 +122,8 @@ def main() -> None:
                 rows.append("| " + " | ".join(map(str, cells)) + " |")
                 sys.stdout.write(f"{rows[-1]}\n")
                 sys.stdout.flush()
-    if not chosen:
-        PAGE.write_text(page(other_commit, rows))
+    if arguments.jobs == names and arguments.num_seeds == NUM_SEEDS:
+        PAGE.write_text(page(arguments.commit, rows))
     raise SystemExit(0 if is_within else 1)
 
 
@@ -197,7 +200,7 @@ def page(other_commit: str, rows: list[str]) -> str:
     return f"""# The same numbers as another version
 
 Written by `python -m scripts.same_numbers {other_commit}`, of commit {commit()} beside {other_commit}.
-Both train on the same work for {NUM_STEPS} steps, with three seeds. A difference is in units of the largest value, that
+Both train on the same work for {NUM_STEPS} steps, with {NUM_SEEDS} seeds. A difference is in units of the largest value, that
 of weights and gradients in units of their norm. Weights have to be equal bit for bit unless a sum is named below;
 gradients of the first step to {GRADIENT_BOUND:g}, all else to {STEP_BOUND:g}.
 
