@@ -200,8 +200,8 @@ def page(other_commit: str, rows: list[str]) -> str:
     return f"""# The same numbers as another version
 
 Written by `python -m scripts.same_numbers {other_commit}`, of commit {commit()} beside {other_commit}.
-Both train on the same work for {NUM_STEPS} steps, with {NUM_SEEDS} seeds. A difference is in units of the largest value, that
-of weights and gradients in units of their norm. Weights have to be equal bit for bit unless a sum is named below;
+Both train on the same work for {NUM_STEPS} steps, with {NUM_SEEDS} seeds. A difference is in units of the largest
+value, that of weights and gradients in units of their norm. Weights are equal bit for bit unless a sum is named below;
 gradients of the first step to {GRADIENT_BOUND:g}, all else to {STEP_BOUND:g}.
 
 {jobs}
