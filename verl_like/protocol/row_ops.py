@@ -131,8 +131,10 @@ class RowTaker:
         """Offsets of jagged columns; where in their values the copies' values lie; the offsets of the copies."""
 
     def __call__(self, column: ColumnData) -> ColumnData:
-        if isinstance(column, np.ndarray):
-            return column[self.indices.numpy()]
+        return column[self.indices.numpy()] if isinstance(column, np.ndarray) else self.tensor(column)
+
+    def tensor(self, column: torch.Tensor) -> torch.Tensor:
+        """Copies rows of a tensor."""
         if not column.is_nested:
             indices = self.indices.to(column.device)
             # Whole rows at a time, twice as fast as column[indices].

@@ -10,6 +10,7 @@ from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
@@ -19,11 +20,10 @@ from verl_like.workers.engine.mini_batches import (
     MicroMetrics,
     MiniBatch,
     forward,
-    to_rows,
     update,
 )
 from verl_like.workers.model_worker import TrainedWorker
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weight_sync import in_order
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
@@ -53,7 +53,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         writes=["old_log_probs", "entropys", "sum_pi_squared?"],
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability and entropy of each response token under the present policy, (B, R) float32."""
+        """Log-probability and entropy of each response token under the present policy, jagged float32."""
         output = self.infer(
             data,
             ["old_log_probs", "entropys", *(["sum_pi_squared"] if self.with_sum_pi_squared else [])],
@@ -61,14 +61,14 @@ class ScoringWorker(ActorRolloutRefWorker):
             lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
-        total = output.batch["entropys"].sum().item()
-        num_tokens = to_rows(data)["response_mask"].sum().item()
+        total = jagged_parts(output.batch["entropys"])[0].sum().item()
+        num_tokens = Rows.of(data).num_scored_B.sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
     def score_greedy(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token at temperature 1, (B, R) float32."""
+        """Log-probability of each response token at temperature 1, jagged float32."""
 
         def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
             packed = self.engine.pack(micro.on_host)
@@ -76,8 +76,8 @@ class ScoringWorker(ActorRolloutRefWorker):
             return (packed.unpack(of_tokens),)
 
         passes = log_prob_micro_batching(self.config.rollout)
-        (log_probs_BR,) = forward(self.engine, to_rows(data), passes, log_probs)
-        return DataProto.from_dict(tensors={"old_log_probs": log_probs_BR})
+        (of_tokens,) = forward(self.engine, Rows.of(data), passes, log_probs)
+        return DataProto.from_dict(tensors={"old_log_probs": of_tokens})
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -129,18 +129,19 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
         Raises ValueError for several steps without them.
         """
-        rows = to_rows(data)
+        rows = Rows.of(data)
 
         def check_steps(num_steps: int) -> None:
             if "old_log_probs" not in rows and num_steps > 1:
                 raise ValueError(
                     f"update_actor got no old_log_probs for {num_steps} optimizer steps ({self.schedule.epochs} "
-                    f"epoch(s) in mini-batches of {self.schedule.num_mini_batch_rows} rows): from the second step on "
-                    "the policy is another one; call compute_log_prob before and add what it returns to the batch."
+                    f"epoch(s) in mini-batches of {self.schedule.num_mini_batch_samples} responses): from the second "
+                    "step on the policy is another one; call compute_log_prob before and add what it returns to the "
+                    "batch."
                 )
 
         part = data.meta_info.get("part_of_step", (1, 1))
-        beside = None if ptx is None else (to_rows(ptx), self.ptx_loss)
+        beside = None if ptx is None else (Rows.of(ptx), self.ptx_loss)
         metrics = update(
             self.engine,
             rows,

@@ -30,6 +30,6 @@ class ActorRolloutRefWorker(ModelWorker):
         return tuple(map(packed.unpack, scores))
 
     def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
-        """`column`: the log-probability of each response token, (B, R) float32, in passes as of the reference."""
+        """`column`: the log-probability of each response token, jagged float32, in passes as of the reference."""
         micro_batching = log_prob_micro_batching(self.config.ref)
         return self.infer(data, [column], micro_batching, lambda micro: self._score(micro, with_entropy=False), phase)

@@ -6,10 +6,10 @@ from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
-from verl_like.workers.engine.mini_batches import DeviceMetric, MicroBatch, MicroMetrics, MiniBatch, to_rows, update
+from verl_like.workers.engine.mini_batches import DeviceMetric, MicroBatch, MicroMetrics, MiniBatch, update
 from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
@@ -37,7 +37,7 @@ class ValueWorker(ModelWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
     def compute_values(self, data: DataProto) -> DataProto:
-        """Estimated return from each response token, (B, R) float32: read at the token before it."""
+        """Estimated return from each response token, jagged float32: read at the token before it."""
         micro_batching = MicroBatching(
             self.config.forward_micro_batch_size_per_gpu,
             self.config.forward_max_token_len_per_gpu,
@@ -78,7 +78,7 @@ class CriticWorker(ValueWorker, TrainedWorker):
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns", "mini_batch?"])
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
-        rows = to_rows(data)
+        rows = Rows.of(data)
         part = data.meta_info.get("part_of_step", (1, 1))
         metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})

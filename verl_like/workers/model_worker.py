@@ -16,10 +16,11 @@ from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.engine.mini_batches import MicroBatch, UpdateSchedule, forward, to_rows
+from verl_like.workers.engine.mini_batches import MicroBatch, UpdateSchedule, forward
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.lora import with_scale
 from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching, num_groups
 from verl_like.workers.weight_sync import WeightExport, collect_weights
@@ -100,8 +101,9 @@ class ModelWorker(Worker):
         compute: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
         phase: str,
     ) -> DataProto:
-        """Runs the model over all rows without gradients; `compute` maps a micro-batch to the values of `columns`."""
-        rows = to_rows(data)
+        """Runs the model over all rows without gradients; `compute` maps a micro-batch of b rows to the values of
+        `columns`, (b, R) each."""
+        rows = Rows.of(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
         tensors = dict(zip(columns, values, strict=True))
@@ -125,7 +127,7 @@ class TrainedWorker(ModelWorker):
         as the settings ask."""
         self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
         self.schedule = UpdateSchedule(
-            num_mini_batch_rows=settings.ppo_mini_batch_size * samples_per_prompt,
+            num_mini_batch_samples=settings.ppo_mini_batch_size * samples_per_prompt,
             micro_batching=MicroBatching(
                 settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
             ),

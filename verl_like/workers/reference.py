@@ -26,5 +26,5 @@ class ReferenceWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token under the reference policy, (B, R) float32."""
+        """Log-probability of each response token under the reference policy, jagged float32."""
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")

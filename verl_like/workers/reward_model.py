@@ -8,10 +8,10 @@ from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.workers.config.roles import RewardModelConfig
-from verl_like.workers.engine.mini_batches import MicroBatch, forward, to_rows
+from verl_like.workers.engine.mini_batches import MicroBatch, forward
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.packed_models import RewardModel
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import MicroBatching
 
 
@@ -37,12 +37,12 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["rm_scores"])
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Score of each sequence, (B, R) float32: on the last response token, 0 elsewhere."""
+        """Score of each sequence, jagged float32: on the last response token, 0 elsewhere."""
         micro_batching = MicroBatching(
             self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
         )
-        (rm_scores_BR,) = forward(self.engine, to_rows(data), micro_batching, self._score)
-        return DataProto.from_dict(tensors={"rm_scores": rm_scores_BR})
+        (rm_scores,) = forward(self.engine, Rows.of(data), micro_batching, self._score)
+        return DataProto.from_dict(tensors={"rm_scores": rm_scores})
 
     def _score(self, micro: MicroBatch) -> tuple[torch.Tensor]:
         return (on_last_token(self.engine.run(self.engine.pack(micro.on_host)), micro["response_mask"]),)

@@ -1,6 +1,7 @@
 """Models that learn from examples: a language model from conversations, a reward model and DPO's policy from pairs, and
 ILQL's model from scored conversations."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -23,21 +24,19 @@ from verl_like.workers.engine.mini_batches import (
     MicroBatch,
     MicroMetrics,
     MiniBatch,
-    Rows,
     UpdateSchedule,
     forward,
     read_metrics,
-    to_rows,
     update,
 )
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import MicroBatching
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
-COLUMNS_READ = (*SEQUENCE_COLUMNS, "margin?", "score?")
+COLUMNS_READ = (*SEQUENCE_COLUMNS, "sample_id?", "mini_batch?", "margin?", "score?")
 
 
 class SupervisedWorker(TrainedWorker):
@@ -49,6 +48,8 @@ class SupervisedWorker(TrainedWorker):
     model_key = "model"
     prefix: ClassVar[str]
     """Of the names of metrics."""
+    rows_of_sample: ClassVar[int] = 1
+    """Conversations of an example: two of a pair."""
 
     def __init__(
         self,
@@ -88,19 +89,19 @@ class SupervisedWorker(TrainedWorker):
             parts.append(_means(values | {"loss": losses}, micro))
             return ()
 
-        forward(self.engine, self.rows_of(data), self.micro_batching, measure)
+        forward(self.engine, self.rows_of(data), self.micro_batching, measure, by_token=False)
         return DataProto.from_dict(tensors={}, meta_info={"metrics": merge_metrics(read_metrics(parts))})
 
     def rows_of(self, data: DataProto) -> Rows:
         """The batch, with what the loss needs besides."""
-        return to_rows(data)
+        return Rows.of(data, self.rows_of_sample)
 
     def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of the whole batch."""
         losses, values = self.losses(micro)
         count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
         if losses.ndim == 1:  # a pair without a learned token fills up a pass
-            losses = zero_masked(losses, micro["response_mask"].bool().any(-1))
+            losses = zero_masked(losses, _mask(losses, micro).bool().any(-1))
         metrics = {f"{self.prefix}/{name}": metric for name, metric in _means(values, micro).items()}
         metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((micro["response_mask"].sum(),), Metric.sum)
         return losses.sum() / count, metrics
@@ -126,11 +127,13 @@ class RMWorker(SupervisedWorker):
 
     model_class = RewardModel
     prefix = "rm"
+    rows_of_sample = 2
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """-log sigmoid(r_c - r_r - margin) of each pair, (b,); a reward is read at a conversation's last token."""
-        chosen_B, rejected_B = self.engine.run(self.engine.pack(_of_pairs(micro.on_host))).view(-1, 2).unbind(1)
-        return pairwise_loss(chosen_B - rejected_B - micro["margin"]), preference_metrics(chosen_B, rejected_B)
+        chosen, rejected = self.engine.run(self.engine.pack(micro.on_host)).view(-1, 2).unbind(1)
+        margin = micro["margin"].view(-1, 2)[:, 0]
+        return pairwise_loss(chosen - rejected - margin), preference_metrics(chosen, rejected)
 
 
 class DPOWorker(SupervisedWorker):
@@ -138,6 +141,7 @@ class DPOWorker(SupervisedWorker):
 
     model_class = PolicyModel
     prefix = "dpo"
+    rows_of_sample = 2
     training: DPOTrainingConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -154,18 +158,22 @@ class DPOWorker(SupervisedWorker):
         super().init_model()
 
     def rows_of(self, data: DataProto) -> Rows:
-        """With `reference_log_probs` (B, 2)."""
+        """With `reference_log_probs` (B,) of each answer."""
         rows = super().rows_of(data)
         with self.reference.without_adapter():
-            log_probs = forward(
-                self.reference, rows, self.micro_batching, lambda micro: (_answer_log_probs(self.reference, micro),)
+            (log_probs_B,) = forward(
+                self.reference,
+                rows,
+                self.micro_batching,
+                lambda micro: (_answer_log_probs(self.reference, micro),),
+                by_token=False,
             )
-        return rows | {"reference_log_probs": log_probs[0]}
+        return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss `training.loss_type` of each pair, (b,). The reward of an answer is beta log(pi / reference)."""
-        log_ratios_B2 = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
-        chosen_B, rejected_B = log_ratios_B2.unbind(1)
+        log_ratios = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
+        chosen_B, rejected_B = log_ratios.view(-1, 2).unbind(1)
         beta, loss = self.training.beta, DPO_LOSSES[self.training.loss_type]
         losses_B = loss(chosen_B - rejected_B, beta, self.training.label_smoothing)
         return losses_B, preference_metrics(beta * chosen_B, beta * rejected_B)
@@ -213,14 +221,13 @@ class ILQLWorker(SupervisedWorker):
 
 
 def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
-    return {name: DeviceMetric.of(name, value, micro["response_mask"]) for name, value in values.items()}
+    return {name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()}
 
 
-def _of_pairs(rows: Rows) -> Rows:
-    """The conversations of b pairs, (2b, T): each chosen one before its rejected one."""
-    conversations = {name: rows[name].reshape(2 * len(rows[name]), -1) for name in SEQUENCE_COLUMNS}
-    conversations["attention_mask"][:, 0] = 1  # also of a pair that fills up a pass
-    return conversations
+def _mask(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """The learned tokens of each row, (b, R), or for a value of each pair those of both its conversations."""
+    mask_bR = micro["response_mask"]
+    return mask_bR if values.ndim == 2 else mask_bR.reshape(len(values), -1)
 
 
 def _log_probs(engine: TrainingEngine, rows: Rows) -> torch.Tensor:
@@ -230,5 +237,5 @@ def _log_probs(engine: TrainingEngine, rows: Rows) -> torch.Tensor:
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
-    """Log-probability of the chosen and of the rejected answer of each pair, (b, 2) float32."""
-    return _log_probs(engine, _of_pairs(micro.on_host)).sum(-1).view(-1, 2)
+    """Log-probability of each answer, (b,) float32."""
+    return _log_probs(engine, micro.on_host).sum(-1)

@@ -1,12 +1,12 @@
 """What the roles need of the engine that runs and trains their model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from verl_like.workers.models.packing import PackedBatch
+from verl_like.workers.models.packing import PackedBatch, Rows
 from verl_like.workers.planning.flops import ModelCost
 
 
@@ -38,8 +38,8 @@ class TrainingEngine(Protocol):
     def without_adapter(self) -> AbstractContextManager[None]:
         """Within it a model that has an adapter computes as it does without."""
 
-    def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
-        """This rank's part of rows of the host, without padding, on the device."""
+    def pack(self, rows: Rows) -> PackedBatch:
+        """This rank's part of rows of the host, packed, on the device."""
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         """What the model computes for a packed batch."""

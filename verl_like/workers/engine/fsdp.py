@@ -29,7 +29,7 @@ from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.models.lora import merged_weights, model_buffers, trained_parameters, without_adapter
 from verl_like.workers.models.packed_models import PackedModel
-from verl_like.workers.models.packing import PackedBatch, pack
+from verl_like.workers.models.packing import PackedBatch, Rows, pack
 from verl_like.workers.models.pretrained import (
     compile_layers,
     decoder_layers,
@@ -196,7 +196,7 @@ class FsdpEngine(TrainingEngine):
     def without_adapter(self) -> AbstractContextManager[None]:
         return without_adapter(self.model.hf)
 
-    def pack(self, rows: Mapping[str, torch.Tensor]) -> PackedBatch:
+    def pack(self, rows: Rows) -> PackedBatch:
         packed = pack(rows)
         if self.exchange is not None:
             packed = packed.shard(self.exchange)

@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
-from verl_like.protocol import PAD_COLUMN, DataProto, Metric, merge_metrics
+from verl_like.protocol import Metric, merge_metrics
+from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_from_lengths, jagged_parts
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import own_ranks
 from verl_like.workers.engine.throughput import Stopwatch
+from verl_like.workers.models.packing import Rows
 from verl_like.workers.pinned_memory import to_device, to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
 # Legend: B rows of this rank, R response length.
 
-Rows = dict[str, torch.Tensor]
-"""Some rows of a batch by column."""
+_PLACES = "places of the response tokens"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class MiniBatch:
     num_tokens: float
     """Response tokens that count, over all ranks."""
     num_sequences: float
-    """Rows with at least one such token, over all ranks."""
+    """Samples with at least one such token, over all ranks."""
     share: float
     """1 / number of its micro-batches over all ranks that give results: the first of those that share sequences."""
 
@@ -58,8 +60,8 @@ class MiniBatch:
 class UpdateSchedule:
     """How rows become optimizer steps."""
 
-    num_mini_batch_rows: int
-    """Rows of an optimizer step over all ranks of a trainer, where a batch does not say by `mini_batch` which rows are
+    num_mini_batch_samples: int
+    """Samples of an optimizer step over all ranks of a trainer, where a batch does not say by `mini_batch` which are
     one."""
     micro_batching: MicroBatching
     """Which of them share a forward and backward pass."""
@@ -121,19 +123,27 @@ MicroLoss = Callable[["MicroBatch", MiniBatch], tuple[torch.Tensor, MicroMetrics
 
 
 class MicroBatch(dict[str, torch.Tensor]):
-    """The rows of a pass, on the device. `on_host` has them on the host, where they are packed without a wait."""
+    """The columns of some rows on the device, those by response token padded to (b, R).
 
-    def __init__(self, on_host: Rows, device: str) -> None:
-        super().__init__(to_device(on_host, device))
-        self.on_host = on_host
+    `on_host` has the rows on the host, where they are packed without a wait.
+    """
 
+    def __init__(self, rows: Rows, device: str) -> None:
+        of_tokens = {name: jagged_parts(column)[0] for name, column in rows.columns.items() if is_jagged(column)}
+        del of_tokens["prompts"]
+        of_rows = {name: column for name, column in rows.columns.items() if not is_jagged(column)}
+        moved = to_device({**of_tokens, **of_rows, _PLACES: rows.response_places}, device)
+        self.on_host, self.places = rows, moved.pop(_PLACES)
+        self.shape_bR = len(rows), rows.response_length
+        super().__init__({name: self.padded(value) if name in of_tokens else value for name, value in moved.items()})
 
-def to_rows(data: DataProto) -> Rows:
-    """The batch's tensors, on the host; padding rows lose their response tokens, so that they count nowhere."""
-    rows = data.tensors()
-    if PAD_COLUMN in rows:
-        rows["response_mask"] = rows["response_mask"] * ~rows[PAD_COLUMN].unsqueeze(-1)
-    return rows
+    def padded(self, values: torch.Tensor) -> torch.Tensor:
+        """(K,) values of the response tokens -> (b, R), 0 elsewhere."""
+        return values.new_zeros(math.prod(self.shape_bR)).index_copy_(0, self.places, values).view(self.shape_bR)
+
+    def of_tokens(self, values_bR: torch.Tensor) -> torch.Tensor:
+        """The inverse of `padded`."""
+        return values_bR.flatten().index_select(0, self.places)
 
 
 def forward(
@@ -141,23 +151,31 @@ def forward(
     rows: Rows,
     micro_batching: MicroBatching,
     run: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
+    *,
+    by_token: bool = True,
 ) -> list[torch.Tensor]:
-    """Runs a model over all rows without gradients; `run` maps a micro-batch to tensors with one entry per row.
+    """Runs a model over all rows without gradients; `run` maps a micro-batch of b rows to tensors.
 
-    Returns what `run` returned for all rows, in their order, on the host. A trainer can do it without other trainers of
-    its model.
+    Returns what `run` returned for all rows, in their order, on the host: jagged columns of (b, R) by response token,
+    or without `by_token` of tensors with one entry a row. A trainer can do it without other trainers of its model.
     """
-    all_rows = torch.arange(len(rows["input_ids"]))
+    all_samples = torch.arange(len(rows.sample_starts) - 1)
     (micro_batches,) = _micro_batches(
-        rows, [all_rows], micro_batching, engine.sequence_parallel_size, group=own_ranks()
+        rows, [all_samples], micro_batching, engine.sequence_parallel_size, group=own_ranks()
     )
+    outputs = []
     with engine.on_device():
-        outputs = []
         for at in micro_batches:
-            columns = run(_micro_batch(engine, rows, at))
-            outputs.append([column[: len(at)] for column in columns])  # nothing of a pass without rows
-    place_B = torch.cat(micro_batches).argsort()
-    return [to_host(torch.cat(column))[place_B] for column in zip(*outputs, strict=True)]
+            micro = MicroBatch(rows.take(at), engine.device)
+            # Nothing of a pass without rows of its own.
+            outputs.append([micro.of_tokens(each) if by_token else each[: len(at)] for each in run(micro)])
+    order = torch.cat(micro_batches)
+    columns = [to_host(torch.cat(column)) for column in zip(*outputs, strict=True)]
+    if by_token:
+        lengths = jagged_parts(rows["responses"])[1].diff()[order]
+        columns = [jagged_from_lengths(column, lengths) for column in columns]
+    in_order = RowTaker(order.argsort())
+    return [in_order.tensor(column) for column in columns]
 
 
 def update(
@@ -202,7 +220,7 @@ def update(
                 continue
             unread: list[MicroMetrics] = []
             for index, ((all_rows, loss), mini_batch, micro_batch) in enumerate(passes):
-                micro_loss, micro_metrics = loss(_micro_batch(engine, all_rows, micro_batch), mini_batch)
+                micro_loss, micro_metrics = loss(MicroBatch(all_rows.take(micro_batch), engine.device), mini_batch)
                 engine.backward(micro_loss, is_last=index == len(passes) - 1)
                 unread += [micro_metrics, {f"{prefix}/loss": DeviceMetric.loss(micro_loss, both)}]
             norms.append(engine.step())
@@ -235,23 +253,24 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
 def _mini_batches(
     rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int, count: int | None = None
 ) -> list[torch.Tensor]:
-    """This rank's rows of each optimizer step of an epoch; as many steps on every rank, some maybe without rows here.
+    """This rank's samples of each optimizer step of an epoch; as many steps on every rank, some maybe without samples.
 
-    The column `mini_batch` numbers the steps. Without it the rows of each rank are divided into `count` equal parts, by
-    default as many as `num_mini_batch_rows` makes of the rows of all ranks.
+    The column `mini_batch` numbers the steps. Without it the samples of each rank are divided into `count` equal parts,
+    by default as many as `num_mini_batch_samples` makes of those of all ranks.
     """
-    num_rows = len(rows["input_ids"])
+    first_rows = rows.sample_starts[:-1]
+    num_samples = len(first_rows)
     if "mini_batch" in rows:
-        number_B = rows["mini_batch"]
-        (num_steps,) = _most_of_any_rank([int(number_B.max()) + 1 if num_rows else 1])
-        return [(number_B == step).nonzero().squeeze(1) for step in range(num_steps)]
+        number_S = rows["mini_batch"][first_rows]
+        (num_steps,) = _most_of_any_rank([int(number_S.max()) + 1 if num_samples else 1])
+        return [(number_S == step).nonzero().squeeze(1) for step in range(num_steps)]
     if count is None:
-        num_all_rows = torch.tensor(num_rows)
-        dist.all_reduce(num_all_rows)
+        num_all_samples = torch.tensor(num_samples)
+        dist.all_reduce(num_all_samples)
         trainer = JointTrainer.of_process()
-        num_step_rows = schedule.num_mini_batch_rows * sequence_parallel_size * (trainer.count if trainer else 1)
-        count = math.ceil(num_all_rows.item() / num_step_rows)
-    return list(torch.arange(num_rows).tensor_split(max(1, count)))
+        num_of_step = schedule.num_mini_batch_samples * sequence_parallel_size * (trainer.count if trainer else 1)
+        count = math.ceil(num_all_samples.item() / num_of_step)
+    return list(torch.arange(num_samples).tensor_split(max(1, count)))
 
 
 def _plan(
@@ -260,23 +279,14 @@ def _plan(
     """The mini-batches of all epochs with their counts. Each row is on `sequence_parallel_size` ranks and counts
     once."""
     micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
-    tokens_B = rows["response_mask"].sum(-1).double()
-    counts = torch.stack([torch.stack([tokens_B[chunk].sum(), (tokens_B[chunk] > 0).sum()]) for chunk in chunks])
+    tokens_S = _sums(rows.num_scored_B, rows.sample_starts).double()
+    counts = torch.stack([torch.stack([tokens_S[chunk].sum(), (tokens_S[chunk] > 0).sum()]) for chunk in chunks])
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
     return [
         MiniBatch(own, tokens, sequences, share=sequence_parallel_size / (len(own) * dist.get_world_size()))
         for own, (tokens, sequences) in zip(micro_batches, counts.tolist(), strict=True)
     ] * schedule.epochs
-
-
-def _micro_batch(engine: TrainingEngine, rows: Rows, at: torch.Tensor) -> MicroBatch:
-    """Some rows for a pass. Without any it is one token of which nothing is scored, since no model runs on nothing."""
-    if len(at):
-        return MicroBatch({name: column[at] for name, column in rows.items()}, engine.device)
-    filler = {name: column.new_zeros(1, *column.shape[1:]) for name, column in rows.items()}
-    filler["attention_mask"][:, 0] = 1
-    return MicroBatch(filler, engine.device)
 
 
 def _micro_batches(
@@ -286,15 +296,16 @@ def _micro_batches(
     sequence_parallel_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> list[list[torch.Tensor]]:
-    """The micro-batches of each chunk of this rank's rows: as many as on every other rank of the group, by default of
-    all ranks, and none above its budget.
+    """The rows of the micro-batches of each chunk of this rank's samples: as many as on every other rank of the group,
+    by default of all ranks, and none above its budget.
 
     Every rank computes and communicates in each pass, so those that need fewer make as many as the one that needs most,
-    the last ones without rows where there are too few. Ranks that share sequences hold that many budgets.
+    the last ones without samples where there are too few. Ranks that share sequences hold that many budgets.
     """
+    starts = rows.sample_starts
     if micro_batching.by_tokens:
-        lengths_B = rows["attention_mask"].sum(-1)
-        lengths = [lengths_B[chunk].tolist() for chunk in chunks]
+        lengths_S = _sums(rows.lengths_B, starts)
+        lengths = [lengths_S[chunk].tolist() for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
         counts = _most_of_any_rank([max(1, len(pack(of_chunk))) for of_chunk in lengths], group)
         micro_batches = [
@@ -304,10 +315,24 @@ def _micro_batches(
     else:
         micro_batches = [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
         counts = _most_of_any_rank([len(of_chunk) for of_chunk in micro_batches], group)
-    return [
+    filled = [
         of_chunk + [torch.arange(0)] * (count - len(of_chunk))
         for of_chunk, count in zip(micro_batches, counts, strict=True)
     ]
+    return [[_rows_of(samples, starts) for samples in of_chunk] for of_chunk in filled]
+
+
+def _sums(values_B: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The sums over the rows of each sample, of integers."""
+    before = F.pad(values_B.cumsum(0), (1, 0))
+    return before[starts[1:]] - before[starts[:-1]]
+
+
+def _rows_of(samples: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The row numbers of some samples, one sample after the other."""
+    num_rows = starts.diff()[samples]
+    before = num_rows.cumsum(0) - num_rows
+    return torch.repeat_interleave(starts[:-1][samples] - before, num_rows) + torch.arange(int(num_rows.sum()))
 
 
 def _most_of_any_rank(counts: list[int], group: dist.ProcessGroup | None = None) -> list[int]:

@@ -1,13 +1,13 @@
 """How fast a pass over a batch was: tokens per second, and MFU, the share of the device's peak (arXiv:2204.02311)."""
 
 import time
-from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 
 from verl_like.protocol import PAD_COLUMN, Metric
 from verl_like.workers.engine.base import TrainingEngine
+from verl_like.workers.models.packing import Rows
 
 _DENSE_BFLOAT16_PEAKS = {
     "B200": 2250e12,
@@ -30,15 +30,16 @@ class Stopwatch:
     recomputed layers or the optimizer.
     """
 
-    def __init__(self, engine: TrainingEngine, rows: Mapping[str, torch.Tensor], phase: str, *, passes: int) -> None:
+    def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
         self.engine, self.phase, self.passes = engine, phase, passes
         self.tokens, self.flops = 0, 0.0
         self.count(rows)
         self.start = time.perf_counter()
 
-    def count(self, rows: Mapping[str, torch.Tensor]) -> None:
+    def count(self, rows: Rows) -> None:
         """Adds rows to those of the pass."""
-        tokens_B, flops_B = rows["attention_mask"].sum(-1), self.engine.cost.forward(rows)
+        tokens_B = rows.lengths_B
+        flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
         if PAD_COLUMN in rows:
             tokens_B, flops_B = tokens_B[~rows[PAD_COLUMN]], flops_B[~rows[PAD_COLUMN]]
         self.tokens += int(tokens_B.sum())

@@ -1,20 +1,104 @@
-"""Rows without padding: how a batch is packed for a forward pass, and what a pass returns unpacked."""
+"""Rows of tokens: how they are packed for a forward pass, and what a pass returns of their response tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional as F
 
+from verl_like.protocol import PAD_COLUMN, DataProto
+from verl_like.protocol.padded import RowPlaces
+from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
 
-# Legend: B rows, T = P + R padded sequence length, P prompt, R response, N tokens without padding, M scored tokens,
-# S sequences.
+# Legend: B rows, R padded response length, N tokens, M scored tokens, K response tokens, scored or not.
 
-SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 """What `pack` reads."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a batch, on the host: columns by token are jagged, others have an entry a row."""
+
+    columns: Mapping[str, torch.Tensor]
+    response_length: int
+    """R, how wide a response is where it is padded."""
+    filler_rows: int = 1
+    """Rows of a pass that has none of its own."""
+
+    @classmethod
+    def of(cls, data: DataProto, filler_rows: int = 1) -> Self:
+        """The tensors of a batch. Padding rows lose their scored tokens, so that they count nowhere."""
+        columns = data.tensors()
+        lengths_B = _offsets(columns["responses"]).diff()
+        if PAD_COLUMN in columns:
+            is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
+            mask, offsets = jagged_parts(columns["response_mask"])
+            columns["response_mask"] = torch.nested.nested_tensor_from_jagged(mask * is_real, offsets=offsets)
+        longest = int(lengths_B.max()) if len(lengths_B) else 0
+        padding = data.meta_info.get("padding")
+        return cls(columns, padding[1] if padding else max(1, longest), filler_rows)
+
+    def __len__(self) -> int:
+        return len(_offsets(self.columns["prompts"])) - 1
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.columns[name]
+
+    @property
+    def sample_starts(self) -> torch.Tensor:
+        """(number of samples + 1,) int64, the first row of each sample, and the number of rows.
+
+        A sample is one row, or several that follow each other with the same `sample_id`.
+        """
+        if "sample_id" not in self.columns:
+            return torch.arange(len(self) + 1)
+        _, num_rows = torch.unique_consecutive(self.columns["sample_id"], return_counts=True)
+        return F.pad(num_rows.cumsum(0), (1, 0))
+
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        """(B,) int64, tokens of prompt and response."""
+        return _offsets(self.columns["prompts"]).diff() + _offsets(self.columns["responses"]).diff()
+
+    @property
+    def num_scored_B(self) -> torch.Tensor:
+        """(B,) int64, response tokens that are scored."""
+        mask, offsets = jagged_parts(self.columns["response_mask"])
+        before = F.pad(mask.cumsum(0), (1, 0))
+        return before[offsets[1:]] - before[offsets[:-1]]
+
+    def take(self, at: torch.Tensor) -> Self:
+        """Copies of the rows `at`; without any, `filler_rows` of one token each, of which nothing is scored."""
+        if not len(at):
+            fillers = {name: _filler(name, column, self.filler_rows) for name, column in self.columns.items()}
+            return replace(self, columns=fillers)
+        take = RowTaker(at)
+        return replace(self, columns={name: take.tensor(column) for name, column in self.columns.items()})
+
+    @property
+    def response_places(self) -> torch.Tensor:
+        """(K,) int64, where the response tokens lie among the B * R of padded rows."""
+        return RowPlaces(_offsets(self.columns["responses"]), self.response_length).of_values
+
+
+def _offsets(column: torch.Tensor) -> torch.Tensor:
+    return jagged_parts(column)[1]
+
+
+def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows of a prompt of one token and an empty response; zeros."""
+    if not is_jagged(column):
+        return column.new_zeros(num_rows, *column.shape[1:])
+    length = 1 if name == "prompts" else 0
+    values = jagged_parts(column)[0].new_zeros(num_rows * length, *jagged_parts(column)[0].shape[1:])
+    return torch.nested.nested_tensor_from_jagged(values, offsets=torch.arange(num_rows + 1) * length)
 
 
 @dataclass(frozen=True)
@@ -87,31 +171,36 @@ class PackedBatch:
         )
 
 
-def pack(rows: Mapping[str, torch.Tensor]) -> PackedBatch:
-    """Removes the padding of rows: `input_ids`, `attention_mask`, `position_ids` (B, T), `response_mask` (B, R).
+def pack(rows: Rows) -> PackedBatch:
+    """Each row's prompt and response as one sequence, behind those of the row before; positions count from 0 in each.
 
-    Rows of the host are packed without a wait for the device. The last R of a row's T positions are the response.
-    Raises ValueError for a row without any token, or a response token that has no attended token before it.
+    Raises ValueError for a row without a prompt: each response token follows another one, whose output predicts it.
     """
-    input_ids = rows["input_ids"]
-    attended_BT, scored_BR = rows["attention_mask"].bool(), rows["response_mask"].bool()
-    lengths = attended_BT.sum(-1)
-    prompt_length = attended_BT.size(1) - scored_BR.size(1)
-    predicts_BR = attended_BT[:, prompt_length - 1 : -1]
-    if not bool((lengths > 0).all()) or not bool((predicts_BR & attended_BT[:, prompt_length:])[scored_BR].all()):
-        raise ValueError(
-            "attention_mask and response_mask do not fit: every row needs a token, and every response token must be "
-            f"attended and follow an attended one; rows have {lengths.tolist()} tokens and "
-            f"{scored_BR.sum(-1).tolist()} response tokens. Prompts are padded on the left, responses on the right."
-        )
-    packed_index_BT = (attended_BT.flatten().cumsum(0) - 1).view_as(attended_BT)
+    prompts, prompt_offsets = jagged_parts(rows["prompts"])
+    responses, response_offsets = jagged_parts(rows["responses"])
+    is_scored = jagged_parts(rows["response_mask"])[0].bool()
+    prompt_lengths_B, response_lengths_B = prompt_offsets.diff(), response_offsets.diff()
+    if not bool((prompt_lengths_B > 0).all()):
+        raise ValueError(f"every row needs a prompt token, but the prompts have {prompt_lengths_B.tolist()}")
+    lengths_B = prompt_lengths_B + response_lengths_B
+    cu_seqlens = F.pad(lengths_B.cumsum(0), (1, 0))
+    starts_B, num_tokens = cu_seqlens[:-1], int(cu_seqlens[-1])
+    shift_of_prompts = torch.repeat_interleave(starts_B - prompt_offsets[:-1], prompt_lengths_B)
+    shift_of_responses = torch.repeat_interleave(
+        starts_B + prompt_lengths_B - response_offsets[:-1], response_lengths_B
+    )
+    place_of_prompts = shift_of_prompts + torch.arange(len(prompts))
+    place_of_responses = shift_of_responses + torch.arange(len(responses))
+    input_ids = prompts.new_empty(num_tokens)
+    input_ids[place_of_prompts] = prompts
+    input_ids[place_of_responses] = responses
     return PackedBatch(
-        input_ids=input_ids[attended_BT].unsqueeze(0),
-        position_ids=rows["position_ids"][attended_BT].unsqueeze(0),
-        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).int(),
-        sequence_lengths=lengths.tolist(),
-        scored=packed_index_BT[:, prompt_length - 1 : -1][scored_BR],
-        labels=input_ids[:, prompt_length:][scored_BR],
-        places=scored_BR.flatten().nonzero().squeeze(1),
-        padded_shape=scored_BR.shape,
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=(torch.arange(num_tokens) - torch.repeat_interleave(starts_B, lengths_B)).unsqueeze(0),
+        cu_seqlens=cu_seqlens.int(),
+        sequence_lengths=lengths_B.tolist(),
+        scored=place_of_responses[is_scored] - 1,
+        labels=responses[is_scored],
+        places=rows.response_places[is_scored],
+        padded_shape=torch.Size([len(rows), rows.response_length]),
     )

@@ -1,13 +1,12 @@
 """What a model's forward pass costs in floating-point operations, for balancing work and for MFU."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-# Legend: B rows, T tokens and padding. One multiplication and one addition are two FLOPs; only matrix products count.
+# Legend: B rows. One multiplication and one addition are two FLOPs; only matrix products count.
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,15 @@ class ModelCost:
         per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
         return cls(2.0 * sum(used), per_scored_token, tuple((float(flops), w) for w, flops in per_pair.items()))
 
-    def forward(self, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """FLOPs of one forward pass over each row of `SEQUENCE_COLUMNS`, (B,) float64 on the rows' device.
+    def forward(self, lengths_B: torch.Tensor, num_scored_B: torch.Tensor) -> torch.Tensor:
+        """FLOPs of one forward pass over each row, (B,) float64, by its tokens and those that the head reads.
 
-        Attention is causal: a token attends to itself and to those before, within the window, in its own sequence,
-        which begins at position 0. A row may be several, as a pair is. The head reads the tokens of `response_mask`.
+        Attention is causal: a token attends to itself and to those before, within the window.
         """
-        attended_BT = rows["attention_mask"].bool()
-        reach_BT = (rows["position_ids"] + 1) * attended_BT
-        total_B = self.per_token * attended_BT.sum(-1).double()
-        total_B += self.per_scored_token * rows["response_mask"].sum(-1).double()
+        total_B = self.per_token * lengths_B.double() + self.per_scored_token * num_scored_B.double()
         for flops, window in self.per_pair:
-            total_B += flops * reach_BT.clamp(max=window or reach_BT.size(1)).sum(-1).double()
+            reach = lengths_B.clamp(max=window) if window else lengths_B
+            # Of the first `reach` tokens each attends to one more, of the others each to `reach`.
+            num_pairs_B = reach * (reach + 1) // 2 + (lengths_B - reach) * reach
+            total_B += flops * num_pairs_B.double()
         return total_B
