@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.data.rows import bad_row, check_messages, padding_token, read_records, render, require_characters
 from verl_like.data.token_limit import TokenLimit
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists
 
 Message = Mapping[str, Any]
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -137,24 +138,26 @@ class ConversationDataset:
         return len(self._rows)
 
     def collate(self, indices: Iterable[int]) -> DataProto:
-        """A batch of B rows of n conversations, which are padded on the right to the longest, T.
+        """A batch of the conversations of B examples, those of an example one after the other.
 
-        Returns input_ids, attention_mask, position_ids (B, n T) int64, and response_mask (B, n (T - 1)), which says of
-        every token but the first of a conversation whether it is learned; and the further columns, (B,) float32.
+        Of each conversation the first token is in `prompts`, the others are in `responses`, jagged int64, and
+        `response_mask` says which of them are learned. `sample_id` (rows,) int64 numbers the examples, and the further
+        columns are (rows,) float32. Padded, a response is as wide as the longest of the batch.
         """
-        rows = [self._rows[index] for index in indices]
-        conversations = [conversation for row, _ in rows for conversation in row]
-        length = max(2, max(len(ids) for ids, _ in conversations))
-        input_ids = np.full((len(conversations), length), self.pad_token_id, dtype=np.int64)
-        attention_mask, learned = np.zeros_like(input_ids), np.zeros_like(input_ids)
-        for row, (ids, mask) in enumerate(conversations):
-            input_ids[row, : len(ids)], attention_mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, mask
-        position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0)
-        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        columns["response_mask"] = learned[:, 1:]
-        tensors = {name: torch.from_numpy(array.reshape(len(rows), -1)) for name, array in columns.items()}
-        further = {name: torch.tensor([of_row[name] for _, of_row in rows]) for name in rows[0][1]}
-        return DataProto.from_dict(tensors | further)
+        examples = [self._rows[index] for index in indices]
+        conversations = [conversation for row, _ in examples for conversation in row]
+        num_of_each = torch.tensor([len(row) for row, _ in examples], dtype=torch.int64)
+        tensors = {
+            "prompts": jagged_from_lists([ids[:1] for ids, _ in conversations], torch.int64),
+            "responses": jagged_from_lists([ids[1:] for ids, _ in conversations], torch.int64),
+            "response_mask": jagged_from_lists([learned[1:] for _, learned in conversations], torch.int64),
+            "sample_id": torch.arange(len(examples)).repeat_interleave(num_of_each),
+        }
+        for name in examples[0][1] if examples else ():
+            values = torch.tensor([further[name] for _, further in examples])
+            tensors[name] = values.repeat_interleave(num_of_each)
+        longest = max((len(ids) for ids, _ in conversations), default=2)
+        return DataProto.from_dict(tensors, meta_info={"padding": (1, max(1, longest - 1), self.pad_token_id)})
 
 
 class ScoredDataset(ConversationDataset):

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.data.rows import PromptRow, padding_token, read_prompt_rows, render
 from verl_like.data.token_limit import TokenLimit
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists
 
 _PORTION_CHARACTERS = 1 << 22
 
@@ -25,7 +25,8 @@ class PromptDataset:
     Args:
         files: Parquet, JSONL or JSON files, read in order.
         tokenizer: has a chat template, and a padding or an end-of-sequence token.
-        max_prompt_length: limit in tokens, and the width P of collated batches.
+        max_prompt_length: limit in tokens, and the width P of padded prompts.
+        max_response_length: the width R of padded responses.
 
     Attributes:
         num_filtered: rows left out because they are too long.
@@ -41,12 +42,13 @@ class PromptDataset:
         prompt_key: str = "prompt",
         reward_fn_key: str = "data_source",
         max_prompt_length: int = 512,
+        max_response_length: int | None = None,
         filter_overlong_prompts: bool = False,
         truncation: Literal["error", "left", "right", "middle"] = "error",
         max_samples: int = -1,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.max_prompt_length = max_prompt_length
+        self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or "
@@ -102,25 +104,21 @@ class PromptDataset:
         return (self[index] for index in range(len(self)))
 
     def collate(self, rows: Sequence[Mapping[str, Any]], epoch: int) -> DataProto:
-        """A batch of B rows, padded on the left to P = `max_prompt_length`.
+        """A batch of B rows.
 
         Returns:
-            input_ids, attention_mask, position_ids (B, P) int64; uid ("epoch-index"), data_source, reward_model,
-            extra_info and raw_prompt as object arrays of B.
+            prompts (B, *) int64, jagged; uid ("epoch-index"), data_source, reward_model, extra_info and raw_prompt as
+            object arrays of B; where `max_response_length` is known the meta entry `padding`.
         """
-        input_ids = np.full((len(rows), self.max_prompt_length), self.pad_token_id, dtype=np.int64)
-        attention_mask = np.zeros_like(input_ids)
-        for position, row in enumerate(rows):
-            start = self.max_prompt_length - len(row["input_ids"])
-            input_ids[position, start:] = row["input_ids"]
-            attention_mask[position, start:] = 1
-        position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0)
-        tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         objects = {
             key: [row[key] for row in rows] for key in ("data_source", "reward_model", "extra_info", "raw_prompt")
         }
         objects["uid"] = [f"{epoch}-{row['index']}" for row in rows]
-        return DataProto.from_dict({key: torch.from_numpy(array) for key, array in tensors.items()}, objects)
+        meta_info = {}
+        if self.max_response_length is not None:
+            meta_info["padding"] = (self.max_prompt_length, self.max_response_length, self.pad_token_id)
+        prompts = jagged_from_lists([row["input_ids"] for row in rows], torch.int64)
+        return DataProto.from_dict({"prompts": prompts}, objects, meta_info)
 
 
 def _tokenize(rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -99,6 +99,26 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
     return (torch.arange(length) - prompt_mask_BP.size(1) + num_prompt_tokens_B).clamp(min=0)
 
 
+def strip(view: DataProto, data: DataProto) -> DataProto:
+    """What was done with `padded(data)`, without its padding: the batch with the columns that were added or replaced.
+
+    A column (B, R, ...) of the view is one by response token, unless the batch has one of this name that is not jagged.
+    """
+    responses = data.batch["responses"]
+    offsets = jagged_parts(responses)[1]
+    in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
+    tensors = data.tensors()
+    for name, column in view.tensors().items():
+        is_made = name in SEQUENCE_COLUMNS or name in ("prompts", "responses")
+        is_dense_before = name in tensors and not is_jagged(tensors[name])
+        if is_made or column.is_nested:
+            continue
+        if column.shape[:2] == in_response.shape and not is_dense_before:
+            column = torch.nested.nested_tensor_from_jagged(in_response.strip(column), offsets=offsets)
+        tensors[name] = column
+    return DataProto.from_dict(tensors, view.non_tensor_batch, view.meta_info)
+
+
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
     """The inverse of `padded`: a batch in verl's layout as jagged `prompts`, `responses` and columns by response token.
 

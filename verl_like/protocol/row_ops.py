@@ -1,6 +1,7 @@
 """Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the first dimension."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -45,6 +46,13 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return offsets
+
+
+def jagged_from_lists(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """A jagged tensor of rows of numbers."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    values = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.float64 if dtype.is_floating_point else np.int64)
+    return jagged_from_lengths(torch.from_numpy(values).to(dtype), lengths)
 
 
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from verl_like.workers.rollout.request import (
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, check_staged
 from verl_like.workers.weight_transfer.shared_memory import pin_pages
 
-# Legend: B prompts, n responses per prompt, P padded prompt length, R padded response length, T = P + R.
+# Legend: B prompts, n responses per prompt.
 
 CPU_NUM_SEQS = 256
 """Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
@@ -210,7 +210,7 @@ class RolloutEngine(ABC):
         `global_steps` or `uid`, and what `submit` and `step` raise.
 
         Args:
-            prompts: columns input_ids, attention_mask, position_ids (B, P) int64, padded on the left, and the
+            prompts: columns `prompts` (B, *) int64, jagged, and the
                 non-tensor column `uid`, which names the prompt in what is yielded, in errors and in the seeds; meta
                 `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
                 (bool, default False: one response, the likeliest token each time). The other rows, their order and
@@ -275,9 +275,7 @@ class RolloutEngine(ABC):
 
     def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
         """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""
-        return assemble(
-            prompts, completions, response_length=self.config.response_length, pad_token_id=self.pad_token_id
-        )
+        return assemble(prompts, completions)
 
     def _require_weights(self) -> None:
         if self.policy_version is None:
