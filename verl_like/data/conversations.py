@@ -137,6 +137,10 @@ class ConversationDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def token_ids(self, index: int) -> list[np.ndarray]:
+        """The tokens of each conversation of an example."""
+        return [ids for ids, _ in self._rows[index][0]]
+
     def collate(self, indices: Iterable[int]) -> DataProto:
         """A batch of the conversations of B examples, those of an example one after the other.
 

@@ -104,10 +104,9 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
 
     A column (B, R, ...) of the view is one by response token, unless the batch has one of this name that is not jagged.
     """
-    responses = data.batch["responses"]
-    offsets = jagged_parts(responses)[1]
-    in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
     tensors = data.tensors()
+    offsets = jagged_parts(tensors["responses"])[1]
+    in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
     for name, column in view.tensors().items():
         is_made = name in SEQUENCE_COLUMNS or name in ("prompts", "responses")
         is_dense_before = name in tensors and not is_jagged(tensors[name])

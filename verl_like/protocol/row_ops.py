@@ -48,7 +48,7 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def jagged_from_lists(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype) -> torch.Tensor:
     """A jagged tensor of rows of numbers."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     values = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.float64 if dtype.is_floating_point else np.int64)

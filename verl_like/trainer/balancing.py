@@ -10,6 +10,7 @@ import torch
 from verl_like.protocol import DataProto, Future, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
+from verl_like.workers.models.packing import Rows
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import rank_shares
 
@@ -26,7 +27,8 @@ class RowWork:
 
     @classmethod
     def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
-        return cls(batch.batch["attention_mask"].sum(-1).numpy(), cost.forward(batch.tensors()).numpy(), balance)
+        rows = Rows.of(batch)
+        return cls(rows.lengths_B.numpy(), cost.forward(rows.lengths_B, rows.num_scored_B).numpy(), balance)
 
     def submit(
         self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None, *beside: Ordered

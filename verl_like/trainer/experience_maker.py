@@ -15,6 +15,7 @@ from verl_like.algorithms.overlong_penalty import overlong_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
+from verl_like.protocol.padded import padded, strip
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import scoring
@@ -105,10 +106,12 @@ class ExperienceMaker:
         batch, scoring_metrics = self.collect(batch, pending)
 
         with self.timer("adv"):
-            reward_metrics = self.compute_rewards(batch)
-            kept_BR, correction_metrics = self.correct_rollout(batch)
-            self.compute_advantages(batch)
-            self.narrow(batch, kept_BR)
+            view = padded(batch)
+            reward_metrics = self.compute_rewards(view)
+            kept_BR, correction_metrics = self.correct_rollout(view)
+            self.compute_advantages(view)
+            self.narrow(view, kept_BR)
+            batch = strip(view, batch)
         return Experience(
             batch, work, merge_metrics([generation_metrics, scoring_metrics, reward_metrics, correction_metrics])
         )
@@ -130,7 +133,9 @@ class ExperienceMaker:
                 pending.append(annotate.remote(batch))
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
-        scores_B = scoring.total_scores(batch, self.reward_columns).sum(-1)
+        scores_B = scoring.total_scores(padded(batch, [*self.reward_columns, "is_skipped"]), self.reward_columns).sum(
+            -1
+        )
         scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
         return batch, scores_B, merge_metrics([generation_metrics, scoring_metrics])
 

@@ -16,6 +16,7 @@ from verl_like.trainer.balancing import RowWork, data_parallel_size
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.experience_maker import Experience, Weights
 from verl_like.trainer.roles import Role
+from verl_like.workers.models.packing import Rows
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Learner:
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
         numbers = [step * num_trainers + index for step in range(first, first + num_steps)]
         rows = self.ptx_dataset.collate([row for number in numbers for row in sampler.batch(number)[1]])
-        tokens_B = rows.tensors()["attention_mask"].sum(-1).numpy()
+        tokens_B = Rows.of(rows).lengths_B.numpy()
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
         return [RowWork(tokens_B, tokens_B, balance).in_mini_batches(rows, num_ranks, size)]

@@ -7,18 +7,20 @@ import torch
 
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.padded import padded
 from verl_like.trainer.scoring import extra_numbers
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> dict[str, Metric]:
     """Scores, rewards, advantages, lengths and log-prob drift of one training batch.
 
-    `batch` holds `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`, `returns` (all B R),
-    `attention_mask` (B T) and, when there is a critic, `values` (B R).
+    `batch` holds by response token `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`,
+    `returns` and, when there is a critic, `values`.
     """
+    batch = padded(batch)
     # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to compare.
     old_log_probs_BR = batch.batch.get("old_log_probs")
-    has_drift = old_log_probs_BR is not None and old_log_probs_BR is not batch.batch["rollout_log_probs"]
+    has_drift = old_log_probs_BR is not None and not old_log_probs_BR.equal(batch.batch["rollout_log_probs"])
     mask_name = "sampled_mask" if "sampled_mask" in batch.batch else "response_mask"
     counted_B = batch.batch[mask_name].any(-1)  # not the samples that were skipped
     counted = batch if counted_B.all() else batch.select_idxs(counted_B)

@@ -64,10 +64,11 @@ def generation_of_row(
     row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
     """Prompt, response, ground truth and score of one row of a validation batch."""
-    mask = batch.batch["response_mask"][row].bool()
+    one = batch.rows(row, row + 1).batch
+    mask = one["response_mask"].values().bool()
     return {
         "prompt": batch.non_tensor_batch["raw_prompt"][row][-1]["content"],
-        "response": tokenizer.decode(batch.batch["responses"][row][mask]),
+        "response": tokenizer.decode(one["responses"].values()[mask]),
         "ground truth": str(batch.non_tensor_batch["reward_model"][row].get("ground_truth")),
         "score": f"{scores_B[row]:.2f}",
     }

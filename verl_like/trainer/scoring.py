@@ -11,6 +11,8 @@ from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Future, Metric
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.rewards.manager import RewardError, RewardManager, RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
@@ -117,7 +119,7 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     That is "reward" (the rules' score) or the name of a number that the reward function returned beside it; raises
     ValueError if there is none.
     """
-    numbers = {"reward": batch.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(batch)
+    numbers = {"reward": padded(batch, ["rule_scores"]).batch["rule_scores"].sum(-1).numpy()} | extra_numbers(batch)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
     is_scored = ~batch.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
@@ -211,7 +213,8 @@ class PendingScores:
         self.slots = {(columns["uid"][row // n], row % n): slot for slot, row in enumerate(self.rows)}
         self.pending = self.scorer.manager.expect(len(self.rows))
         self.num_early = 0
-        self.mask_BR: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
+        """`response_mask` of the batch, jagged."""
 
     def add(self, finished: Sequence[FinishedSample]) -> None:
         """Starts scoring responses that are complete while others are still being generated."""
@@ -221,9 +224,12 @@ class PendingScores:
 
     def complete(self, batch: DataProto) -> "PendingScores":
         """Starts scoring the other responses of the (B * num_samples,) batch that was generated."""
-        self.mask_BR, responses_BR = batch.batch["response_mask"].bool(), batch.batch["responses"]
+        self.mask = batch.batch["response_mask"]
         missing = {slot: self.rows[slot] for slot in self.pending.missing()}
-        self._submit({slot: responses_BR[row][self.mask_BR[row]].tolist() for slot, row in missing.items()})
+        drawn = batch.select_idxs(list(missing.values())).batch if missing else {}
+        pairs = zip(drawn["responses"].unbind(), drawn["response_mask"].unbind(), strict=True) if missing else ()
+        tokens = [response[mask.bool()].tolist() for response, mask in pairs]
+        self._submit(dict(zip(missing, tokens, strict=True)))
         return self
 
     def _submit(self, token_ids: dict[int, list[int]]) -> None:
@@ -246,7 +252,7 @@ class PendingScores:
     def get(self) -> DataProto:
         """Returns `rule_scores` (B * num_samples, R) float32, `is_skipped` (B * num_samples,) bool, and what the reward
         function added."""
-        assert self.mask_BR is not None, "complete(batch) comes before get()"
+        assert self.mask is not None, "complete(batch) comes before get()"
         result = self.pending.get()
         self.scorer.report(result.ran)
         scores_B = self._for_all_rows(result.scores, 0.0)  # of one that was skipped it is 0, too
@@ -262,17 +268,28 @@ class PendingScores:
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
         }
         columns = {
-            "rule_scores": on_last_token(torch.from_numpy(scores_B), self.mask_BR),
+            "rule_scores": jagged_on_last_token(torch.from_numpy(scores_B), self.mask),
             "is_skipped": torch.from_numpy(self._for_all_rows(result.skipped, False)),
         }
         return DataProto.from_dict(columns, extra, meta_info={"metrics": metrics})
 
     def _for_all_rows(self, values: np.ndarray, other: object) -> np.ndarray:
         """One entry a row of the batch, `other` where a row was not scored."""
-        assert self.mask_BR is not None
-        column = np.full(len(self.mask_BR), other, dtype=values.dtype)
+        assert self.mask is not None
+        column = np.full(len(self.mask), other, dtype=values.dtype)
         column[self.rows] = values
         return column
+
+
+def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A column by response token: each row's value on its last token of the mask, 0 on the others and without one."""
+    marks, offsets = jagged_parts(mask)
+    row_of_token = torch.repeat_interleave(torch.arange(len(values_B)), offsets.diff())
+    places = marks.bool().nonzero().squeeze(1)
+    last_B = torch.full((len(values_B),), -1).scatter_reduce(0, row_of_token[places], places, "amax")
+    column = values_B.new_zeros(len(marks))
+    column[last_B[last_B >= 0]] = values_B[last_B >= 0]
+    return torch.nested.nested_tensor_from_jagged(column, offsets=offsets)
 
 
 def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:

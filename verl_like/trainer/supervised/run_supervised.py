@@ -120,7 +120,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
-    first_rows = [train.collate([row]).tensors()["input_ids"][0].tolist() for row in range(min(16, len(train)))]
+    first_rows = [train.token_ids(row)[0].tolist() for row in range(min(16, len(train)))]
     check_tokenizer(tokenizer, config.model, tokenizer.batch_decode(first_rows), key="model")
     if isinstance(config, RMConfig):
         config = with_padding_token(config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets)))

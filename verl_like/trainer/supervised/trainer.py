@@ -66,6 +66,7 @@ class SupervisedTrainer(TrainingLoop):
         parts = []
         for start in range(0, num_rows, size):
             batch = self.val_dataset.collate(range(start, min(start + size, num_rows)))
-            parts.append(self.group.evaluate(batch).get().meta_info["metrics"])
+            work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+            parts.append(work.submit(self.group.evaluate, batch).get().meta_info["metrics"])
         merged = metric_values(merge_metrics(parts))
         return {f"val-{'core' if name in ('loss', 'accuracy') else 'aux'}/{name}": merged[name] for name in merged}
