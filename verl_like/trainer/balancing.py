@@ -24,11 +24,14 @@ class RowWork:
     flops_B: np.ndarray
     """Of a forward pass of the policy."""
     balance: bool
+    sample_starts: np.ndarray
+    """The first row of each sample, and the number of rows; ranks and mini-batches get whole samples."""
 
     @classmethod
     def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
         rows = Rows.of(batch)
-        return cls(rows.lengths_B.numpy(), cost.forward(rows.lengths_B, rows.num_scored_B).numpy(), balance)
+        flops_B = cost.forward(rows.lengths_B, rows.num_scored_B).numpy()
+        return cls(rows.lengths_B.numpy(), flops_B, balance, rows.sample_starts.numpy())
 
     def submit(
         self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None, *beside: Ordered
@@ -54,17 +57,24 @@ class RowWork:
             return method.remote(batch)
         return method.remote(ordered(batch, self.shares(num_ranks, len(batch))))
 
-    def in_mini_batches(self, batch: DataProto, num_ranks: int, num_mini_batch_rows: int) -> Ordered:
+    def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
         """The batch with the column `mini_batch`, as the ranks get it."""
         numbered = batch.select()
-        numbered.batch["mini_batch"] = torch.arange(len(batch)) // num_mini_batch_rows
-        return ordered(numbered, self.shares(num_ranks, num_mini_batch_rows))
+        numbered.batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
+        return ordered(numbered, self.shares(num_ranks, num_of_step))
 
-    def shares(self, num_ranks: int, num_mini_batch_rows: int) -> list[np.ndarray]:
-        """The rows of each rank, see `rank_shares`."""
-        return rank_shares(
-            len(self.flops_B), num_mini_batch_rows, num_ranks, work_B=self.flops_B if self.balance else None
-        )
+    @property
+    def sample_of_row(self) -> np.ndarray:
+        """(B,) the number of the sample that each row is of."""
+        return np.repeat(np.arange(len(self.sample_starts) - 1), np.diff(self.sample_starts))
+
+    def shares(self, num_ranks: int, num_of_step: int) -> list[np.ndarray]:
+        """The rows of each rank: `rank_shares` of the samples."""
+        num_samples = len(self.sample_starts) - 1
+        work = np.add.reduceat(self.flops_B, self.sample_starts[:-1]) if num_samples and self.balance else None
+        of_ranks = rank_shares(num_samples, num_of_step, num_ranks, work_B=work)
+        rows_of = np.split(np.arange(len(self.flops_B)), self.sample_starts[1:-1])
+        return [np.concatenate([np.arange(0), *(rows_of[sample] for sample in share)]) for share in of_ranks]
 
     def metrics(self, method: BoundMethod, num_mini_batch_rows: int) -> dict[str, Metric]:
         """How even the work of an update's ranks is, before and after balancing.

@@ -3,10 +3,14 @@
 That an engine has the actor's weights does not show that it makes the same model of them.
 """
 
+from itertools import pairwise
+
+import numpy as np
 import torch
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.rollout_worker import RolloutWorker
@@ -42,35 +46,37 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 
 
 def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tensor]:
-    """The log-probabilities by the actor or a copy of it, (B, R) float32 for each replica, at temperature 1."""
+    """The log-probabilities of the tokens by the actor or a copy of it, float32 for each replica, at temperature 1."""
     if not drawn:
         return []
     scored = actor.score_greedy(DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])).get()
-    return list(scored.batch["old_log_probs"].split([len(each) for each in drawn]))
+    ends = np.cumsum([len(each) for each in drawn]).tolist()
+    return [of_tokens(scored.rows(start, end), "old_log_probs") for start, end in pairwise([0, *ends])]
+
+
+def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
+    """A column by response token as one tensor of all of them."""
+    return jagged_parts(batch.tensors()[name])[0]
 
 
 def require_one_model(config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[torch.Tensor]) -> None:
     """Raises EngineMismatch unless each replica's log-probabilities are the actor's; `side` says whose engine it is."""
     quantization = config.actor_rollout_ref.rollout.quantization
-    for replica, (batch, of_actor_BR) in enumerate(zip(drawn, log_probs, strict=True)):
+    for replica, (batch, of_actor) in enumerate(zip(drawn, log_probs, strict=True)):
         what = f"rollout replica {replica}{side}"
-        columns = batch.tensors()
-        mask_BR = columns["response_mask"].bool()
-        require_close(config, what, columns["rollout_log_probs"], of_actor_BR, mask_BR, quantization)
+        require_close(config, what, of_tokens(batch, "rollout_log_probs"), of_actor, quantization)
 
 
 def require_close(
     config: PPOConfig,
     what: str,
-    own_BR: torch.Tensor,
-    of_actor_BR: torch.Tensor,
-    mask_BR: torch.Tensor,
+    own: torch.Tensor,
+    of_actor: torch.Tensor,
     quantization: str | None = None,
 ) -> None:
     """Raises EngineMismatch unless the log-probabilities of `what` are the actor's up to the rounding of the dtypes."""
     policy = config.actor_rollout_ref
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype}
-    own, of_actor = own_BR[mask_BR], of_actor_BR[mask_BR]
     differences = (own - of_actor).abs()
     largest, mean = differences.max().item(), differences.mean().item()
     kind, value, limit = "largest", largest, LARGEST_IN_FLOAT32

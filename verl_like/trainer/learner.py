@@ -91,10 +91,12 @@ class Learner:
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
         numbers = [step * num_trainers + index for step in range(first, first + num_steps)]
         rows = self.ptx_dataset.collate([row for number in numbers for row in sampler.batch(number)[1]])
-        tokens_B = Rows.of(rows).lengths_B.numpy()
+        of_rows = Rows.of(rows)
+        tokens_B = of_rows.lengths_B.numpy()
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        return [RowWork(tokens_B, tokens_B, balance).in_mini_batches(rows, num_ranks, size)]
+        work = RowWork(tokens_B, tokens_B, balance, of_rows.sample_starts.numpy())
+        return [work.in_mini_batches(rows, num_ranks, size)]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Training steps between the oldest token of each response and the weights that are trained on it."""

@@ -218,9 +218,8 @@ class ExperienceMakerHolder(Side):
         if drawn and (copy := groups.get(Role.Actor)):
             what = f"the copy of the actor of {self.name}"
             of_copy = engine_check.log_probs_of(copy, drawn)
-            for batch, own_BR, of_actor_BR in zip(drawn, of_copy, log_probs, strict=True):
-                mask_BR = batch.tensors()["response_mask"].bool()
-                engine_check.require_close(config, what, own_BR, of_actor_BR, mask_BR)
+            for own, of_actor in zip(of_copy, log_probs, strict=True):
+                engine_check.require_close(config, what, own, of_actor)
         self.is_compared = True
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
