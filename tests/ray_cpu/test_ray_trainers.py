@@ -218,11 +218,10 @@ def test_what_trainers_do_not_have_in_common_is_refused(model: str, store: dist.
             for trainer in joint_trainers(2, store)
         ]
         together(trainers, "critic", "init_model")
-        longer = [make_batch(rows=4), make_batch(rows=8)]
+        longer = [make_batch(rows=4), make_batch(rows=8)]  # which is no error: they may train other numbers of rows
         futures = [groups["critic"].update_critic(data) for groups, data in zip(trainers, longer, strict=True)]
-        for future, own in zip(futures, (4, 8), strict=True):
-            with pytest.raises(WorkerError, match=f"this rank got {own} rows, others 4 to 8"):
-                future.get()
+        norms = [future.get().meta_info["metrics"]["critic/grad_norm"].value for future in futures]
+        assert norms[0] == norms[1] > 0
         futures = [groups["critic"].execute_func_rank_zero.remote(mesh.build_mesh, "cpu", 2, 1) for groups in trainers]
         for future in futures:
             with pytest.raises(WorkerError, match=r"fsdp_config\.fsdp_size=2 does not divide the 1 ranks of the pool"):

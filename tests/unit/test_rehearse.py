@@ -13,6 +13,7 @@ from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import Pool, Process, measure_run
 from verl_like.rehearse.report import most_at_once, report
+from verl_like.rehearse.training_process import with_plans
 from verl_like.trainer.memory import PlannedPool, RolloutShare
 
 GB = 10**9
@@ -185,3 +186,9 @@ def test_an_engine_that_does_not_start_does_not_fit_and_its_error_is_said():
     text, fits = report([pool], 85 * GB, {})
     assert not fits
     assert f"This does not fit. The engine says: {error} What gives an engine room: a larger" in text
+
+
+def test_a_worker_that_holds_two_models_is_called_for_one_and_a_custom_role_for_none():
+    reference, model = SimpleNamespace(name="reference"), SimpleNamespace(name="model")  # as DPO plans them
+    pool: Any = SimpleNamespace(models=[reference, model])
+    assert with_plans({"model": "worker of DPO", "custom": "no model"}, pool) == [("worker of DPO", model)]

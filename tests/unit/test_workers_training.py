@@ -495,7 +495,7 @@ SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
         (ActorWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys", "sum_pi_squared?")),
         (ReferenceWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
         (CriticWorker, "compute_values", SEQUENCE, ("values",)),
-        (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns"), None),
+        (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns", "mini_batch?"), None),
     ],
 )
 def test_a_method_declares_the_columns_that_it_is_sent_and_those_that_it_returns(role, method, reads, writes):

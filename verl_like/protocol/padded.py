@@ -10,7 +10,7 @@ from verl_like.protocol.row_ops import is_jagged, jagged_from_lengths, jagged_pa
 
 # Legend: B rows, P padded prompt length, R padded response length, T = P + R, N tokens of all rows.
 
-SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+VERL_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 """Columns of verl's layout that are made of `prompts` and `responses`."""
 
 
@@ -73,7 +73,7 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         names: the columns that are wanted; None for all.
     """
     padding, tensors = Padding.of(data), data.tensors()
-    wanted = {*tensors, *SEQUENCE_COLUMNS} if names is None else set(names)
+    wanted = {*tensors, *VERL_COLUMNS} if names is None else set(names)
     prompts, prompt_offsets = jagged_parts(tensors["prompts"])
     in_prompt = RowPlaces(prompt_offsets, padding.max_prompt_length, at_end=True)
     made = {"prompts": in_prompt.pad(prompts, padding.pad_token_id)}

@@ -254,18 +254,26 @@ def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
             worker.init_model()
             if isinstance(worker, ModelWorker):
                 phases.engines[role] = worker.engine
-    models = {model.name: model for model in pool.models}
-    for role in models:  # of a custom role only the load: what its calls take is not known
-        worker = workers[role]
-        forward, update = METHODS.get(role, ("compute_rm_score", ""))
-        rows = rows_of(pool.config, models[role], models[role].forward_passes)
-        with phases(f"{role} forward pass"):
+    for worker, model in with_plans(workers, pool):
+        forward, update = METHODS.get(model.name, ("compute_rm_score", ""))
+        rows = rows_of(pool.config, model, model.forward_passes)
+        with phases(f"{model.name} forward pass"):
             getattr(worker, forward)(rows)
-        if models[role].is_trained:
-            measure_training(phases, models[role], worker, getattr(worker, update), pool.config)
+        if model.is_trained:
+            measure_training(phases, model, worker, getattr(worker, update), pool.config)
     with phases("between calls"):
         pass
     return list({each.phase: each for each in phases.measured}.values())  # of the two updates the second
+
+
+def with_plans(workers: Mapping[str, Any], pool: PlannedPool) -> list[tuple[Any, PlannedModel]]:
+    """Each worker that is called, with the plan of its model.
+
+    A custom role has none: what its calls take is not known. A plan may have no worker of its own: that of DPO's trains
+    and holds the reference.
+    """
+    models = {model.name: model for model in pool.models}
+    return [(worker, models[role]) for role, worker in workers.items() if role in models]
 
 
 def measure_training(

@@ -138,7 +138,9 @@ def gather_rows(
     of one part are a view, others are copies. No rows are those of a part that has some, which has all columns.
     """
     if not len(row_numbers):
-        (payload,) = fetch([min((size, part) for part, size in enumerate(sizes) if size)[1]])
+        filled = [part for part, size in enumerate(sizes) if size]
+        smallest = min(filled, key=sizes.__getitem__)
+        (payload,) = fetch([smallest])
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
