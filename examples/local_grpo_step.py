@@ -91,9 +91,8 @@ def main() -> dict[str, float]:
         rewards.close()
     batch = experience.batch
     for i, uid in enumerate(batch.non_tensor_batch["uid"]):
-        mask_R = batch.batch["response_mask"][i].bool()
-        response = tokenizer.decode(batch.batch["responses"][i][mask_R])
-        score, advantage = batch.batch["token_level_scores"][i].sum(), batch.batch["advantages"][i][mask_R][0]
+        response = tokenizer.decode(batch.batch["responses"][i])
+        score, advantage = batch.batch["token_level_scores"][i].sum(), batch.batch["advantages"][i][0]
         print(f"group {uid}  score {score:.2f}  advantage {advantage:+.2f}  {response!r}")
     for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
         print(f"{name} {metrics[name]:.4f}")

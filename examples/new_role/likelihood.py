@@ -2,8 +2,10 @@
 
 from typing import ClassVar
 
-from verl_like.algorithms.masked import masked_mean, on_last_token
+from verl_like.algorithms.masked import masked_mean
 from verl_like.protocol import DataProto
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_on_last_token
 from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -27,10 +29,12 @@ class LikelihoodWorker(ReferenceWorker):
         blocking=False,
         reads=SEQUENCE_COLUMNS,
         writes=["likelihood_scores"],
+        jagged=True,  # as `compute_ref_log_prob` takes its batch
     )
     def annotate(self, data: DataProto) -> DataProto:
         """`likelihood_scores` (B R): the mean log-probability of a response's tokens, on its last token."""
-        log_probs_BR = self.compute_ref_log_prob(data).batch["ref_log_prob"]
-        mask_BR = data.batch["response_mask"]
-        mean_B = masked_mean(log_probs_BR, mask_BR, axis=-1)
-        return DataProto.from_dict(tensors={"likelihood_scores": on_last_token(mean_B, mask_BR)})
+        scored = data.union(self.compute_ref_log_prob(data))
+        columns = padded(scored, ["ref_log_prob", "response_mask"]).batch
+        mean_B = masked_mean(columns["ref_log_prob"], columns["response_mask"], axis=-1)
+        scores = jagged_on_last_token(mean_B, data.batch["response_mask"])
+        return DataProto.from_dict(tensors={"likelihood_scores": scores})

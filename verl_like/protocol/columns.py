@@ -8,7 +8,11 @@ PAD_COLUMN = "is_pad"
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the batch. `dims` names the axes: B rows, P prompt, R response, T = P + R; "-" for meta entries."""
+    """One column of the batch. `dims` names the axes: B rows, P prompt, R response, T = P + R; "-" for meta entries.
+
+    Columns with P or R are jagged: a row has as many entries as its prompt or its response has tokens. P, R and T are
+    the widths where columns are padded.
+    """
 
     name: str
     kind: Literal["tensor", "non_tensor", "meta"]
@@ -19,17 +23,19 @@ class Column:
 
 
 _TABLE = [
-    Column("input_ids", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
-           "Token ids: prompt padded on the left, then response padded on the right; before generation the prompt."),
-    Column("attention_mask", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
-           "1 on real tokens, 0 on padding."),
-    Column("position_ids", "tensor", "B T", "int64", "prompt dataset (B P), then generate_sequences",
-           "Position of each token in its sequence, 0 on the first real token."),
-    Column("prompts", "tensor", "B P", "int64", "generate_sequences", "Prompt token ids, padded on the left."),
+    Column("prompts", "tensor", "B P", "int64", "prompt dataset", "Prompt token ids; padded on the left."),
     Column("responses", "tensor", "B R", "int64", "generate_sequences",
-           "Response token ids as sampled, padded on the right."),
+           "Response token ids as sampled; padded on the right."),
     Column("response_mask", "tensor", "B R", "int64", "generate_sequences",
-           "1 on generated tokens, the end-of-sequence token included; 0 on padding."),
+           "1 on tokens that the policy drew, the end-of-sequence token included; 0 on others and on padding."),
+    Column("sample_id", "tensor", "B", "int64", "whoever makes samples of several rows",
+           "Number of the sample: rows that follow each other with the same number are one. Without it each row is one."),
+    Column("input_ids", "tensor", "B T", "int64", "padding, for methods without jagged=True",
+           "Token ids: prompt padded on the left, then response padded on the right; before generation the prompt, B P."),
+    Column("attention_mask", "tensor", "B T", "int64", "padding, for methods without jagged=True",
+           "1 on real tokens, 0 on padding."),
+    Column("position_ids", "tensor", "B T", "int64", "padding, for methods without jagged=True",
+           "Position of each token in its sequence, 0 on the first real token."),
     Column("rollout_log_probs", "tensor", "B R", "float32", "generate_sequences",
            "Log-probability of each response token under the rollout engine that sampled it."),
     Column("old_log_probs", "tensor", "B R", "float32", "compute_log_prob",
@@ -81,6 +87,8 @@ _TABLE = [
            "Of each response the spans (version, start, end) of its tokens: version counts the training steps of the "
            "weights that sampled tokens start to end - 1. One span, or with detached.update_in_flight several."),
     Column("raw_prompt", "non_tensor", "B", "object (list)", "prompt dataset", "The prompt as chat messages."),
+    Column("padding", "meta", "-", "tuple[int, int, int]", "prompt dataset",
+           "(P, R, the token that fills them): how wide columns are where they are padded."),
     Column("global_steps", "meta", "-", "int", "driver",
            "Number of the training step, from 1; 0 in the validation before the first."),
     Column("validate", "meta", "-", "bool", "driver", "True when the rollout uses the validation sampling settings."),

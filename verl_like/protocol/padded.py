@@ -7,6 +7,7 @@ import torch
 
 from verl_like.protocol.dataproto import DataProto
 from verl_like.protocol.row_ops import is_jagged, jagged_from_lengths, jagged_parts, offsets_of
+from verl_like.protocol.samples import SampleRows
 
 # Legend: B rows, P padded prompt length, R padded response length, T = P + R, N tokens of all rows.
 
@@ -99,23 +100,58 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
     return (torch.arange(length) - prompt_mask_BP.size(1) + num_prompt_tokens_B).clamp(min=0)
 
 
+def view_of_samples(data: DataProto) -> DataProto:
+    """What algorithms see of a batch: `padded(data)`, or where samples have several rows, a row for each sample.
+
+    Such a row has the response columns of the sample's rows side by side (see `SampleRows`), an `attention_mask` of
+    them alone, and of other columns the entry of the sample's first row. `strip` undoes it.
+    """
+    view = padded(data)
+    samples = SampleRows.of(data)
+    if samples.is_plain:
+        return view
+    width = Padding.of(data).max_response_length
+    columns = view.tensors()
+    columns["attention_mask"] = columns["attention_mask"][:, -width:]
+    for name in ("prompts", "input_ids", "position_ids"):
+        del columns[name]
+    folded = {
+        name: samples.fold(column) if _is_by_token(column, len(data), width) else column[samples.first_rows]
+        for name, column in columns.items()
+    }
+    of_first_rows = {name: array[samples.first_rows.numpy()] for name, array in view.non_tensor_batch.items()}
+    return DataProto.from_dict(folded, of_first_rows, view.meta_info)
+
+
 def strip(view: DataProto, data: DataProto) -> DataProto:
-    """What was done with `padded(data)`, without its padding: the batch with the columns that were added or replaced.
+    """What was done with `view_of_samples(data)` or `padded(data)`, without padding: the batch with the columns that
+    were added or replaced.
 
     A column (B, R, ...) of the view is one by response token, unless the batch has one of this name that is not jagged.
     """
     tensors = data.tensors()
+    arrays = dict(view.non_tensor_batch)
     offsets = jagged_parts(tensors["responses"])[1]
     in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
+    samples = SampleRows.of(data) if len(view) < len(data) else None
     for name, column in view.tensors().items():
-        is_made = name in SEQUENCE_COLUMNS or name in ("prompts", "responses")
         is_dense_before = name in tensors and not is_jagged(tensors[name])
-        if is_made or column.is_nested:
+        if name in (*VERL_COLUMNS, "prompts", "responses") or column.is_nested or (samples and is_dense_before):
             continue
+        if samples:
+            by_token = column.shape[:2] == (samples.num_samples, samples.most_rows * in_response.shape[1])
+            column = samples.unfold(column) if by_token else column[samples.sample_of_row]
         if column.shape[:2] == in_response.shape and not is_dense_before:
             column = torch.nested.nested_tensor_from_jagged(in_response.strip(column), offsets=offsets)
         tensors[name] = column
-    return DataProto.from_dict(tensors, view.non_tensor_batch, view.meta_info)
+    if samples:
+        arrays = {name: array[samples.sample_of_row.numpy()] for name, array in arrays.items()}
+        arrays |= data.non_tensor_batch
+    return DataProto.from_dict(tensors, arrays, view.meta_info)
+
+
+def _is_by_token(column: torch.Tensor, num_rows: int, width: int) -> bool:
+    return not column.is_nested and column.shape[:2] == (num_rows, width)
 
 
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:

@@ -55,6 +55,17 @@ def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.d
     return jagged_from_lengths(torch.from_numpy(values).to(dtype), lengths)
 
 
+def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A column by response token: each row's value on its last token of the mask, 0 on the others and without one."""
+    marks, offsets = jagged_parts(mask)
+    row_of_token = torch.repeat_interleave(torch.arange(len(values_B)), offsets.diff())
+    places = marks.bool().nonzero().squeeze(1)
+    last_B = torch.full((len(values_B),), -1).scatter_reduce(0, row_of_token[places], places, "amax")
+    column = values_B.new_zeros(len(marks))
+    column[last_B[last_B >= 0]] = values_B[last_B >= 0]
+    return torch.nested.nested_tensor_from_jagged(column, offsets=offsets)
+
+
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The inverse of `jagged_parts`, by row lengths (B,)."""
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets_of(lengths))

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.row_ops import jagged_from_lengths
+from verl_like.protocol.samples import count_samples
 from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.host import heap_bytes, leave_unreserved, pinned_bytes, shared_bytes
 from verl_like.rehearse.measured import Measured
@@ -182,29 +184,31 @@ def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
     """Prompts and responses of full length, with all columns that a role reads."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     by_token = ("advantages", "returns", "values", "old_log_probs", "ref_log_prob", "rollout_log_probs")
-    attended = torch.ones(num_rows, prompt + response, dtype=torch.int64)
-    tensors = {
-        "input_ids": attended,
-        "attention_mask": attended,
-        "position_ids": attended.cumsum(-1) - 1,
-        "response_mask": attended[:, prompt:],
-        **{name: torch.zeros(num_rows, response) for name in by_token},
-    }
-    return DataProto.from_dict(tensors=tensors)
+    tensors = full_rows(num_rows, prompt, response)
+    tensors |= {name: torch.zeros_like(tensors["responses"], dtype=torch.float32) for name in by_token}
+    return DataProto.from_dict(tensors, meta_info={"padding": (prompt, response, 0)})
 
 
-def rows_of_examples(config: SupervisedConfig, num_rows: int, row_length: int) -> DataProto:
-    """Conversations of full length, one a row or a pair of them, all of whose tokens but the first are learned."""
+def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length: int) -> DataProto:
+    """Conversations of full length, one an example or a pair of them, all of whose tokens but the first are learned."""
     length = config.data.max_length
-    attended = torch.ones(num_rows, row_length // length, length, dtype=torch.int64)
-    tensors = {
-        "input_ids": attended,
-        "attention_mask": attended,
-        "position_ids": attended.cumsum(-1) - 1,
-        "response_mask": attended[:, :, 1:],
+    of_each = example_length // length
+    num_rows = num_examples * of_each
+    tensors = full_rows(num_rows, 1, length - 1)
+    tensors["sample_id"] = torch.arange(num_examples).repeat_interleave(of_each)
+    tensors |= {name: torch.zeros(num_rows) for name in ("margin", "score")}
+    return DataProto.from_dict(tensors, meta_info={"padding": (1, length - 1, 0)})
+
+
+def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
+    """Prompts and responses, each token of which is scored."""
+    prompts = torch.ones(num_rows * prompt_length, dtype=torch.int64)
+    responses = torch.ones(num_rows * response_length, dtype=torch.int64)
+    return {
+        "prompts": jagged_from_lengths(prompts, torch.full((num_rows,), prompt_length)),
+        "responses": jagged_from_lengths(responses, torch.full((num_rows,), response_length)),
+        "response_mask": jagged_from_lengths(responses, torch.full((num_rows,), response_length)),
     }
-    tensors = {name: column.reshape(num_rows, -1) for name, column in tensors.items()}
-    return DataProto.from_dict(tensors=tensors | {name: torch.zeros(num_rows) for name in ("margin", "score")})
 
 
 def rows_of(config: RunConfig, model: PlannedModel, passes: MicroBatching) -> DataProto:
@@ -283,7 +287,7 @@ def measure_training(
     sends and saves the weights."""
     passes = worker.schedule.micro_batching
     rows = rows_of(config, model, passes)
-    worker.schedule = mini_batches.UpdateSchedule(len(rows), passes, epochs=1)
+    worker.schedule = mini_batches.UpdateSchedule(count_samples(rows), passes, epochs=1)
     engine: Any = worker.engine
     step = engine.step
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl_like.protocol import COLUMNS, DataProto
+from verl_like.protocol.padded import VERL_COLUMNS
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode
 from verl_like.single_controller.dispatch import (  # here as well, as in verl
     make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
@@ -34,10 +35,19 @@ class MethodSpec:
     writes: tuple[str, ...] | None
     streams: bool = False
     """The method is a generator: what it yields reaches the caller while it runs."""
+    jagged: bool = False
+    """The method takes and returns jagged columns; otherwise padded ones, in verl's layout."""
 
     @property
     def read_columns(self) -> tuple[str, ...] | None:
         return None if self.reads is None else tuple(name.rstrip("?") for name in self.reads)
+
+    @property
+    def sent_columns(self) -> tuple[str, ...] | None:
+        """The columns that travel to the worker: those that are read, and those that padded ones are made of."""
+        if self.read_columns is None or self.jagged:
+            return self.read_columns
+        return (*self.read_columns, "prompts", "responses")
 
 
 def register(
@@ -46,6 +56,7 @@ def register(
     blocking: bool = True,
     reads: Sequence[str] | None = None,
     writes: Sequence[str] | None = None,
+    jagged: bool = False,
 ) -> Callable[[_Method], _Method]:
     """Make a worker's method callable on its group; works for `def` and `async def`.
 
@@ -60,6 +71,9 @@ def register(
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` returns a future either way.
         reads: the only columns that the batch arguments carry to the worker; checked on the driver before the call.
         writes: the columns that the returned DataProto must have.
+        jagged: the method takes batches without padding, with jagged `prompts`, `responses` and columns by response
+            token, and returns such columns. Otherwise it gets and returns padded ones in verl's layout, with
+            `input_ids`, `attention_mask` and `position_ids` (docs/columns.md).
     """
     mode = dispatch_mode
     if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):
@@ -86,6 +100,7 @@ def register(
             reads=_as_names("reads", method, reads),
             writes=_as_names("writes", method, writes),
             streams=inspect.isgeneratorfunction(method),
+            jagged=jagged,
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
         return method
@@ -108,6 +123,8 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
     if not batches or not spec.reads:
         return
     present = {name for batch in batches for name in (*batch.columns(), *batch.meta_info)}
+    if "prompts" in present and not spec.jagged:
+        present |= {*VERL_COLUMNS}
     for name in spec.reads:
         if name.endswith("?") or name in present:
             continue

@@ -14,6 +14,7 @@ from verl_like.single_controller.decorator import MethodSpec, check_reads, check
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
 from verl_like.single_controller.shortage import shortage_of
+from verl_like.single_controller.verl_layout import argument_of, result_of
 from verl_like.single_controller.worker import Worker
 
 
@@ -56,7 +57,7 @@ class Invoker:
             if not isinstance(value, BatchShard):
                 return value
             shards.append(value.resolve(fetch))
-            return shards[-1].data
+            return argument_of(spec, shards[-1].data)
 
         args = [resolve(value) for value in args]
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
@@ -79,6 +80,8 @@ class Invoker:
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
+        if shards:
+            result = result_of(spec, result, shards[0].data)
         if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
             result = result.select().to("cpu")  # in a container of its own: the worker may keep what it returned
         if shards and shards[0].ordered and len(result) not in (0, len(shards[0].data)):

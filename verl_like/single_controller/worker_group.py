@@ -200,7 +200,7 @@ class BoundMethod:
 
     def _selected(self, value: Any) -> Any:
         """A batch without the columns that the method does not read."""
-        columns = self.spec.read_columns
+        columns = self.spec.sent_columns
         if isinstance(value, Ordered):
             return Ordered(self._selected(value.batch), value.order, value.sizes)
         return shard.select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
@@ -230,6 +230,6 @@ class BoundMethod:
             if id(value) not in sent:
                 sent[id(value)] = self._reference(self.group.split(value, 1)[0], sent)
             return sent[id(value)]
-        if isinstance(value, BatchShard) and self.spec.read_columns is not None:
-            return replace(value, columns=self.spec.read_columns)
+        if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
+            return replace(value, columns=self.spec.sent_columns)
         return shard.ForwardedFuture(tuple(value.parts), value.collect) if isinstance(value, Future) else value

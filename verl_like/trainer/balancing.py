@@ -34,28 +34,28 @@ class RowWork:
         return cls(rows.lengths_B.numpy(), flops_B, balance, rows.sample_starts.numpy())
 
     def submit(
-        self, method: BoundMethod, batch: DataProto, num_mini_batch_rows: int | None = None, *beside: Ordered
+        self, method: BoundMethod, batch: DataProto, num_of_step: int | None = None, *beside: Ordered
     ) -> Future[Any]:
         """Starts a method on the batch, whose rows are divided among its ranks; results are in the batch's own order.
 
-        With n = `num_mini_batch_rows`, mini-batch i of an update is rows i * n to (i + 1) * n of the batch, about an
+        With n = `num_of_step`, mini-batch i of an update is the samples i * n to (i + 1) * n of the batch, about an
         equal share on each of any number of ranks, and the column `mini_batch` says so. Without it the batch is one.
         Raises ValueError for a method that does not read this column, where ranks have other numbers of rows.
         """
         num_ranks = data_parallel_size(method)
-        if num_ranks is not None and num_mini_batch_rows is not None:
+        if num_ranks is not None and num_of_step is not None:
             read = method.spec.read_columns
-            is_even = num_mini_batch_rows % num_ranks == 0 and len(batch) % num_mini_batch_rows == 0
-            if not is_even and len(batch) > num_mini_batch_rows and read is not None and "mini_batch" not in read:
+            is_even = num_of_step % num_ranks == 0 and self.num_samples % num_of_step == 0
+            if not is_even and self.num_samples > num_of_step and read is not None and "mini_batch" not in read:
                 raise ValueError(
                     f"{method.group.role}.{method.spec.name} does not read the column mini_batch, which says what each "
-                    f"of {num_ranks} ranks trains in each step of {num_mini_batch_rows} rows: add it to its reads"
+                    f"of {num_ranks} ranks trains in each step of {num_of_step} samples: add it to its reads"
                 )
-            return method.remote(self.in_mini_batches(batch, num_ranks, num_mini_batch_rows), *beside)
+            return method.remote(self.in_mini_batches(batch, num_ranks, num_of_step), *beside)
         assert not beside
         if num_ranks is None or not self.balance or not len(batch):
             return method.remote(batch)
-        return method.remote(ordered(batch, self.shares(num_ranks, len(batch))))
+        return method.remote(ordered(batch, self.shares(num_ranks, self.num_samples)))
 
     def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
         """The batch with the column `mini_batch`, as the ranks get it."""
@@ -64,19 +64,23 @@ class RowWork:
         return ordered(numbered, self.shares(num_ranks, num_of_step))
 
     @property
+    def num_samples(self) -> int:
+        return len(self.sample_starts) - 1
+
+    @property
     def sample_of_row(self) -> np.ndarray:
         """(B,) the number of the sample that each row is of."""
-        return np.repeat(np.arange(len(self.sample_starts) - 1), np.diff(self.sample_starts))
+        return np.repeat(np.arange(self.num_samples), np.diff(self.sample_starts))
 
-    def shares(self, num_ranks: int, num_of_step: int) -> list[np.ndarray]:
-        """The rows of each rank: `rank_shares` of the samples."""
-        num_samples = len(self.sample_starts) - 1
-        work = np.add.reduceat(self.flops_B, self.sample_starts[:-1]) if num_samples and self.balance else None
-        of_ranks = rank_shares(num_samples, num_of_step, num_ranks, work_B=work)
+    def shares(self, num_ranks: int, num_of_step: int, balance: bool | None = None) -> list[np.ndarray]:
+        """The rows of each rank: `rank_shares` of the samples; balanced as this object says, or as `balance` does."""
+        balance = self.balance if balance is None else balance
+        work = np.add.reduceat(self.flops_B, self.sample_starts[:-1]) if self.num_samples and balance else None
+        of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_B=work)
         rows_of = np.split(np.arange(len(self.flops_B)), self.sample_starts[1:-1])
         return [np.concatenate([np.arange(0), *(rows_of[sample] for sample in share)]) for share in of_ranks]
 
-    def metrics(self, method: BoundMethod, num_mini_batch_rows: int) -> dict[str, Metric]:
+    def metrics(self, method: BoundMethod, num_of_step: int) -> dict[str, Metric]:
         """How even the work of an update's ranks is, before and after balancing.
 
         `global_seqlen/*`: tokens of a rank. `perf/imbalance/*`: FLOPs of each mini-batch's busiest rank over those of
@@ -86,8 +90,8 @@ class RowWork:
         assert num_ranks is not None
         if not len(self.flops_B):
             return {}
-        plain = rank_shares(len(self.flops_B), num_mini_batch_rows, num_ranks)
-        used = self.shares(num_ranks, num_mini_batch_rows)
+        plain = self.shares(num_ranks, num_of_step, balance=False)
+        used = self.shares(num_ranks, num_of_step)
         before, after = (np.array([self.tokens_B[rows].sum() for rows in shares]) for shares in (plain, used))
         metrics = {
             "global_seqlen/min": Metric.min(before.min()),
@@ -97,11 +101,12 @@ class RowWork:
             "global_seqlen/balanced_max": Metric.max(after.max()),
             "global_seqlen/mean": Metric.mean(before.mean()),
         }
-        num_mini_batches = -(-len(self.flops_B) // num_mini_batch_rows)
+        num_mini_batches = -(-self.num_samples // num_of_step)
+        mini_batch_of_row = self.sample_of_row // num_of_step
         for name, shares in (("unbalanced", plain), ("balanced", used)):
             work = np.zeros((num_ranks, num_mini_batches))
             for rank, rows in enumerate(shares):
-                np.add.at(work[rank], rows // num_mini_batch_rows, self.flops_B[rows])
+                np.add.at(work[rank], mini_batch_of_row[rows], self.flops_B[rows])
             metrics[f"perf/imbalance/{name}"] = Metric.mean(work.max(0).sum() / work.mean(0).sum(), weight=work.mean())
         return metrics
 

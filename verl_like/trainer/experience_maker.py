@@ -15,7 +15,8 @@ from verl_like.algorithms.overlong_penalty import overlong_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
-from verl_like.protocol.padded import padded, strip
+from verl_like.protocol.padded import padded, strip, view_of_samples
+from verl_like.protocol.samples import concat_samples, count_samples, select_samples
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import scoring
@@ -106,7 +107,7 @@ class ExperienceMaker:
         batch, scoring_metrics = self.collect(batch, pending)
 
         with self.timer("adv"):
-            view = padded(batch)
+            view = view_of_samples(batch)
             reward_metrics = self.compute_rewards(view)
             kept_BR, correction_metrics = self.correct_rollout(view)
             self.compute_advantages(view)
@@ -133,9 +134,8 @@ class ExperienceMaker:
                 pending.append(annotate.remote(batch))
         pending += [scores.complete(batch)] if scores else []
         batch, scoring_metrics = self.collect(batch, pending)
-        scores_B = scoring.total_scores(padded(batch, [*self.reward_columns, "is_skipped"]), self.reward_columns).sum(
-            -1
-        )
+        rewards = padded(batch, [*self.reward_columns, "is_skipped"])
+        scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
         scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
         return batch, scores_B, merge_metrics([generation_metrics, scoring_metrics])
 
@@ -171,7 +171,7 @@ class ExperienceMaker:
         if not options.enable:
             return self.generate_with_baselines(prompts, generation)
         assert more_prompts, "dynamic sampling replaces prompts by others"
-        num_rows, meta_info = len(prompts) * n, prompts.meta_info
+        num_wanted, meta_info = len(prompts) * n, prompts.meta_info
         differing: list[DataProto] = []
         equal: list[DataProto] = []
         metrics: list[dict[str, Metric]] = []
@@ -183,17 +183,17 @@ class ExperienceMaker:
             differing.append(batch[differs_B])
             equal.append(batch[~differs_B])
             metrics += [generation_metrics, scoring_metrics]
-            num_differing = sum(map(len, differing))
-            if num_differing >= num_rows or len(differing) == options.max_num_gen_batches:
+            num_differing = sum(map(count_samples, differing))
+            if num_differing >= num_wanted or len(differing) == options.max_num_gen_batches:
                 break
             prompts, generation = more_prompts(), None
             prompts.meta_info |= meta_info
-        batch = DataProto.concat([*differing, *equal])[:num_rows]
+        batch = select_samples(concat_samples([*differing, *equal]), 0, num_wanted)
         counts = {
             "rollout/num_prompt_batches": len(differing),
-            "rollout/num_equal_groups": sum(map(len, equal)) // n,
-            "rollout/num_filler_groups": max(0, num_rows - num_differing) // n,
-            "rollout/num_surplus_groups": max(0, num_differing - num_rows) // n,
+            "rollout/num_equal_groups": sum(map(count_samples, equal)) // n,
+            "rollout/num_filler_groups": max(0, num_wanted - num_differing) // n,
+            "rollout/num_surplus_groups": max(0, num_differing - num_wanted) // n,
         }
         return batch, None, merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
 

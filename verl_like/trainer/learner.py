@@ -59,9 +59,9 @@ class Learner:
         assert bool(self.ptx_dataset) == bool(self.config.data.ptx_files), "a learner needs the rows of data.ptx_files"
         self.actor, self.critic = self.groups[Role.Actor], self.groups.get(Role.Critic)
         self.trained = {str(role): self.groups[role] for role in (Role.Actor, Role.Critic) if role in self.groups}
-        policy = self.config.actor_rollout_ref  # mini-batches: rows of one optimizer step over all ranks
-        self.num_actor_mini_batch_rows = policy.actor.ppo_mini_batch_size * policy.rollout.n
-        self.num_critic_mini_batch_rows = self.config.critic.ppo_mini_batch_size * policy.rollout.n
+        policy = self.config.actor_rollout_ref  # samples of one optimizer step over all ranks
+        self.num_actor_samples = policy.actor.ppo_mini_batch_size * policy.rollout.n
+        self.num_critic_samples = self.config.critic.ppo_mini_batch_size * policy.rollout.n
 
     def learn(self, experience: Experience) -> Update:
         """Submits the updates on experience of one or more mini-batches; returns at once.
@@ -71,22 +71,22 @@ class Learner:
         """
         batch, work, pending = experience.batch, experience.work, []
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
-        metrics = work.metrics(self.actor.update_actor, self.num_actor_mini_batch_rows) | self.staleness(batch)
+        metrics = work.metrics(self.actor.update_actor, self.num_actor_samples) | self.staleness(batch)
         if self.critic:
-            pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_mini_batch_rows))
+            pending.append(work.submit(self.critic.update_critic, batch, self.num_critic_samples))
         if self.version >= self.config.trainer.critic_warmup:
-            size = self.num_actor_mini_batch_rows
-            pending.append(work.submit(self.actor.update_actor, batch, size, *self.ptx_rows(batch, work.balance)))
+            size = self.num_actor_samples
+            pending.append(work.submit(self.actor.update_actor, batch, size, *self.ptx_rows(batch, work)))
         self.version += part == num_parts
         return Update(pending, metrics)
 
-    def ptx_rows(self, batch: DataProto, balance: bool) -> list[Ordered]:
+    def ptx_rows(self, batch: DataProto, work: RowWork) -> list[Ordered]:
         """The rows of `data.ptx_files` for the optimizer steps on this batch, a function of seed and training step."""
         if not self.ptx_dataset:
             return []
         trainer, (index, num_trainers) = self.config.trainer, self.joint
         size, part = self.config.data.ptx_batch_size, batch.meta_info.get("part_of_step", (1, 1))
-        num_steps = -(-len(batch) // self.num_actor_mini_batch_rows)
+        num_steps = -(-work.num_samples // self.num_actor_samples)
         first = ((self.version - trainer.critic_warmup) * part[1] + part[0] - 1) * num_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
         numbers = [step * num_trainers + index for step in range(first, first + num_steps)]
@@ -95,8 +95,8 @@ class Learner:
         tokens_B = of_rows.lengths_B.numpy()
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        work = RowWork(tokens_B, tokens_B, balance, of_rows.sample_starts.numpy())
-        return [work.in_mini_batches(rows, num_ranks, size)]
+        of_ptx = RowWork(tokens_B, tokens_B, work.balance, of_rows.sample_starts.numpy())
+        return [of_ptx.in_mini_batches(rows, num_ranks, size)]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Training steps between the oldest token of each response and the weights that are trained on it."""

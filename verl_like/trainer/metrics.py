@@ -7,17 +7,21 @@ import torch
 
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.padded import padded
+from verl_like.protocol.padded import view_of_samples
+from verl_like.protocol.row_ops import jagged_parts
+from verl_like.protocol.samples import SampleRows
 from verl_like.trainer.scoring import extra_numbers
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> dict[str, Metric]:
-    """Scores, rewards, advantages, lengths and log-prob drift of one training batch.
+    """Scores, rewards, advantages, lengths and log-prob drift of the samples of one training batch.
 
     `batch` holds by response token `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`,
     `returns` and, when there is a critic, `values`.
     """
-    batch = padded(batch)
+    prompt_lengths_S = jagged_parts(batch.tensors()["prompts"])[1].diff()[SampleRows.of(batch).first_rows].float()
+    num_tokens = sum(len(jagged_parts(batch.tensors()[name])[0]) for name in ("prompts", "responses"))
+    batch = view_of_samples(batch)
     # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to compare.
     old_log_probs_BR = batch.batch.get("old_log_probs")
     has_drift = old_log_probs_BR is not None and not old_log_probs_BR.equal(batch.batch["rollout_log_probs"])
@@ -26,7 +30,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     counted = batch if counted_B.all() else batch.select_idxs(counted_B)
     columns = counted.batch
     mask_BR = columns[mask_name].bool()
-    prompt_lengths_B = columns["attention_mask"][:, : -mask_BR.shape[1]].sum(-1).float()
+    prompt_lengths_B = prompt_lengths_S[counted_B]
     response_lengths_B = mask_BR.sum(-1).float()
     metrics = {
         **_mean_max_min("critic/score", columns["token_level_scores"].sum(-1)),
@@ -37,7 +41,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         **_mean_max_min("prompt_length", prompt_lengths_B),
         "response_length/clip_ratio": _mean(response_lengths_B == max_response_length),
         "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
-        "perf/total_num_tokens": Metric.sum(float(batch.batch["attention_mask"].sum())),
+        "perf/total_num_tokens": Metric.sum(float(num_tokens)),
     }
     if has_drift:
         metrics |= _drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR)

@@ -7,6 +7,7 @@ from ray._common.utils import get_default_system_temp_dir
 from ray._private.utils import estimate_available_memory, get_shared_memory_bytes, resolve_object_store_memory
 
 from verl_like.protocol.columns import COLUMNS
+from verl_like.protocol.padded import VERL_COLUMNS
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.memory import ModelSize
@@ -20,8 +21,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     Every column is there twice, as its worker returned it and as the driver passes it on.
     """
     data = config.data
-    length = {"P": data.max_prompt_length, "R": data.max_response_length}
-    length |= {"T": length["P"] + length["R"], "B": 1}
+    length = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
     size = {"int64": 8, "float32": 4, "bool": 1}
     correction, loss_needs = config.algorithm.rollout_correction, config.loss_needs
     times_made = {
@@ -35,7 +35,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "driver, by the policy loss": "selected_tokens" in loss_needs,
         "compute_teacher_log_prob, or a custom role": "teacher_log_prob" in loss_needs,
     }
-    columns = [column for column in COLUMNS.values() if column.kind == "tensor"]
+    columns = [column for column in COLUMNS.values() if column.kind == "tensor" and column.name not in VERL_COLUMNS]
     row_bytes = sum(times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns)
     num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
     needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}

@@ -11,8 +11,9 @@ from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Future, Metric
-from verl_like.protocol.padded import padded
-from verl_like.protocol.row_ops import jagged_parts
+from verl_like.protocol.padded import view_of_samples
+from verl_like.protocol.row_ops import jagged_on_last_token
+from verl_like.protocol.samples import SampleRows
 from verl_like.rewards.manager import RewardError, RewardManager, RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
@@ -119,12 +120,13 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     That is "reward" (the rules' score) or the name of a number that the reward function returned beside it; raises
     ValueError if there is none.
     """
-    numbers = {"reward": padded(batch, ["rule_scores"]).batch["rule_scores"].sum(-1).numpy()} | extra_numbers(batch)
+    view = view_of_samples(batch)
+    numbers = {"reward": view.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
-    is_scored = ~batch.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
-    groups = PromptGroups.of(values, is_scored, batch.non_tensor_batch["uid"])
-    return groups.differ
+    is_scored = ~view.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    groups = PromptGroups.of(values, is_scored, view.non_tensor_batch["uid"])
+    return groups.differ[SampleRows.of(batch).sample_of_row]
 
 
 def require_metric(metric: str, numbers: Collection[str]) -> None:
@@ -279,17 +281,6 @@ class PendingScores:
         column = np.full(len(self.mask), other, dtype=values.dtype)
         column[self.rows] = values
         return column
-
-
-def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A column by response token: each row's value on its last token of the mask, 0 on the others and without one."""
-    marks, offsets = jagged_parts(mask)
-    row_of_token = torch.repeat_interleave(torch.arange(len(values_B)), offsets.diff())
-    places = marks.bool().nonzero().squeeze(1)
-    last_B = torch.full((len(values_B),), -1).scatter_reduce(0, row_of_token[places], places, "amax")
-    column = values_B.new_zeros(len(marks))
-    column[last_B[last_B >= 0]] = values_B[last_B >= 0]
-    return torch.nested.nested_tensor_from_jagged(column, offsets=offsets)
 
 
 def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:

@@ -51,6 +51,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         blocking=False,
         reads=SEQUENCE_COLUMNS,
         writes=["old_log_probs", "entropys", "sum_pi_squared?"],
+        jagged=True,
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability and entropy of each response token under the present policy, jagged float32."""
@@ -66,7 +67,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"], jagged=True)
     def score_greedy(self, data: DataProto) -> DataProto:
         """Log-probability of each response token at temperature 1, jagged float32."""
 
@@ -79,7 +80,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         (of_tokens,) = forward(self.engine, Rows.of(data), passes, log_probs)
         return DataProto.from_dict(tensors={"old_log_probs": of_tokens})
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"], jagged=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ReferenceWorker.compute_ref_log_prob`: without its adapter the model is the reference policy."""
         with self.engine.without_adapter():
@@ -116,10 +117,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         dispatch_mode=BY_SHARD,
         blocking=False,
         reads=[
-            *(*SEQUENCE_COLUMNS, "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"),
+            *(*SEQUENCE_COLUMNS, "sample_id?", "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"),
             *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),  # of some policy losses
             "mini_batch?",
         ],
+        jagged=True,
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> DataProto:
         """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
@@ -183,14 +185,15 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             micro: the columns that `update_actor` reads, b rows.
             mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
         """
-        actor, mask_BR = self.config.actor, micro["response_mask"]
+        actor, columns = self.config.actor, micro.by_sample()
+        mask_BR = columns["response_mask"]
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)
-        old_log_prob_BR = micro.get("old_log_probs")
+        old_log_prob_BR = columns.get("old_log_probs")
         with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
-        log_prob_BR, *entropy_BR = self._score(micro, with_entropy=with_entropy)
+        log_prob_BR, *entropy_BR = map(micro.of_samples, self._score(micro, with_entropy=with_entropy))
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        inputs: dict[str, Any] = {**micro, "old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
+        inputs: dict[str, Any] = {**columns, "old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
         inputs |= {"entropy": entropy_BR[0]} if with_entropy else {}
         inputs |= {"loss_agg_mode": actor.loss_agg_mode, "options": self.loss_options}
         inputs["config"] = actor.model_copy(update={"global_batch_info": mini_batch.global_batch_info})
@@ -198,17 +201,17 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
-        if "old_log_probs" not in micro:  # otherwise `compute_log_prob` and the driver report these
+        if "old_log_probs" not in columns:  # otherwise `compute_log_prob` and the driver report these
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
-        if "rollout_log_probs" in micro:
-            log_ratio_BR = zero_masked(log_prob_BR.detach() - micro["rollout_log_probs"], mask_BR)
+        if "rollout_log_probs" in columns:
+            log_ratio_BR = zero_masked(log_prob_BR.detach() - columns["rollout_log_probs"], mask_BR)
             ratio_BR = zero_masked(log_ratio_BR.clamp(-20.0, 20.0).exp(), mask_BR)
             metrics["actor/rollout_kl"] = token_mean(-log_ratio_BR.sum())
             # The driver makes the effective sample size of these two, which unlike it merge exactly.
             metrics["actor/rollout_ratio"] = token_mean(ratio_BR.sum())
             metrics["actor/rollout_ratio_square"] = token_mean(ratio_BR.square().sum())
-        if "old_log_probs" not in micro and "rollout_log_probs" in micro:
-            difference_BR = zero_masked(micro["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
+        if "old_log_probs" not in columns and "rollout_log_probs" in columns:
+            difference_BR = zero_masked(columns["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
             metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())
             metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
         if actor.entropy_coeff != 0:
@@ -216,7 +219,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             loss = loss - actor.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = DeviceMetric.loss(entropy_loss, mini_batch)
         if actor.use_kl_loss:
-            kl_loss = aggregate(kl_penalty(log_prob_BR, micro["ref_log_prob"], actor.kl_loss_type), mask_BR)
+            kl_loss = aggregate(kl_penalty(log_prob_BR, columns["ref_log_prob"], actor.kl_loss_type), mask_BR)
             loss = loss + actor.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))

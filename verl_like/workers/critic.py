@@ -35,7 +35,7 @@ class ValueWorker(ModelWorker):
         self.fsdp_config = config.model.fsdp_config
         self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"], jagged=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimated return from each response token, jagged float32: read at the token before it."""
         micro_batching = MicroBatching(
@@ -75,7 +75,12 @@ class CriticWorker(ValueWorker, TrainedWorker):
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
         self.start_training_engine("critic", self.config, samples_per_prompt=self.rollout_n)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=[*SEQUENCE_COLUMNS, "values", "returns", "mini_batch?"])
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=[*SEQUENCE_COLUMNS, "values", "returns", "sample_id?", "mini_batch?"],
+        jagged=True,
+    )
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
         rows = Rows.of(data)
@@ -86,13 +91,14 @@ class CriticWorker(ValueWorker, TrainedWorker):
     def value_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in their mini-batch's clipped squared error; arguments and result as of the actor's
         `policy_loss`."""
-        mask_BR = micro["response_mask"]
+        columns = micro.by_sample()
+        mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
-        vpreds_BR = self._predict(micro)
+        vpreds_BR = micro.of_samples(self._predict(micro))
         loss, token_sums = compute_value_loss(
             vpreds_BR,
-            micro["returns"],
-            micro["values"],
+            columns["returns"],
+            columns["values"],
             mask_BR,
             self.config.cliprange_value,
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),

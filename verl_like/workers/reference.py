@@ -24,7 +24,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
         self.register_mesh("ref", sequence_parallel_size)
         self.start_engine(sequence_parallel_size)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"], jagged=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, jagged float32."""
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")

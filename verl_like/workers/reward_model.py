@@ -35,7 +35,13 @@ class RewardModelWorker(ModelWorker):
         """Loads the model."""
         self.start_engine()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=SEQUENCE_COLUMNS, writes=["rm_scores"])
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["rm_scores"],
+        jagged=True,
+    )
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score of each sequence, jagged float32: on the last response token, 0 elsewhere."""
         micro_batching = MicroBatching(

@@ -73,13 +73,13 @@ class SupervisedWorker(TrainedWorker):
         self.schedule = UpdateSchedule(self.batch_size, self.micro_batching, epochs=1)
         self.start_engine(self.training.ulysses_sequence_parallel_size, self.training)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
         """One optimizer step on the batch; returns the metrics."""
         metrics = update(self.engine, self.rows_of(data), self.schedule, self.loss, prefix=self.prefix, part=(1, 1))
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def evaluate(self, data: DataProto) -> DataProto:
         """The metrics of the batch under the present model: `loss`, and those of an update without their prefix."""
         parts: list[MicroMetrics] = []
@@ -192,7 +192,7 @@ class ILQLWorker(SupervisedWorker):
             torch.manual_seed(self.new_head_seed or 0)
             return super().build_model(with_weights)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ)
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
         """An optimizer step, after which the target heads move towards the others by `training.polyak` of the way."""
         result = super().update_model(data)

@@ -17,7 +17,7 @@ class TeacherWorker(ReferenceWorker):
         assert config.teacher_model, "a run without teacher_path has no teacher"
         super().__init__(config.model_copy(update={"model": config.teacher_model}), shares_device)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["teacher_log_prob"])
+    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["teacher_log_prob"], jagged=True)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the teacher, (B, R) float32."""
         return self.infer_log_probs(data, "teacher_log_prob", phase="teacher")

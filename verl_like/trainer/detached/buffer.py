@@ -1,11 +1,13 @@
 """The buffer of a trainer: makers' groups come in, the training loop takes them out."""
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 
@@ -28,21 +30,24 @@ class ExperienceBuffer:
         return len(self._groups)
 
     def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> list[int]:
-        """Takes in the groups of `tickets`: (len(tickets) * n,) rows in their order, the n of a ticket side by side.
+        """Takes in the groups of `tickets`: len(tickets) * n samples in their order, the n of a ticket side by side.
 
-        `meta_info` is not kept: it is of a call, and a step mixes the groups of several. The column `policy_version`
-        says how old each group is; its oldest token counts. Returns the numbers that were kept; the others were given
-        to another maker meanwhile, and where none is kept, neither are `metrics`.
+        Of `meta_info` only `padding` is kept: the rest is of a call, and a step mixes the groups of several. The column
+        `policy_version` says how old each group is; its oldest token counts. Returns the numbers that were kept; the
+        others were given to another maker meanwhile, and where none is kept, neither are `metrics`.
         """
-        if not tickets or len(batch) % len(tickets):
+        samples = SampleRows.of(batch)
+        if not tickets or not len(batch) or samples.num_samples % len(tickets):
             raise ValueError(
-                f"{len(batch)} rows are not whole groups of {len(tickets)} tickets; send all samples of each prompt."
+                f"{samples.num_samples} samples are not whole groups of {len(tickets)} tickets; send all samples of "
+                "each prompt."
             )
-        n = len(batch) // len(tickets)
-        rows = batch.select(meta_info_keys=[])
+        first_rows = samples.starts[:: samples.num_samples // len(tickets)].tolist()
+        of_tickets = list(itertools.pairwise(first_rows))
+        rows = batch.select(meta_info_keys=[name for name in ("padding",) if name in batch.meta_info])
         versions = [min(version for version, _, _ in spans) for spans in batch.non_tensor_batch["policy_version"]]
-        groups = {ticket.number: (rows, index * n, (index + 1) * n) for index, ticket in enumerate(tickets)}
-        oldest = [min(versions[index * n : (index + 1) * n]) for index in range(len(tickets))]
+        groups = {ticket.number: (rows, *span) for ticket, span in zip(tickets, of_tickets, strict=True)}
+        oldest = [min(versions[start:stop]) for start, stop in of_tickets]
         with self._changed:
             kept = self.ledger.deliver(
                 maker, [(ticket.number, ticket.attempt, age) for ticket, age in zip(tickets, oldest, strict=True)]
@@ -88,4 +93,4 @@ class ExperienceBuffer:
                 start = pieces.pop()[1]
             pieces.append((batch, start, stop))
         parts = [batch.rows(start, stop) for batch, start, stop in pieces]
-        return numbers, parts[0] if len(parts) == 1 else DataProto.concat(parts)
+        return numbers, parts[0] if len(parts) == 1 else concat_samples(parts)

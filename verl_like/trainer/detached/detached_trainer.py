@@ -12,6 +12,7 @@ import ray
 import torch
 
 from verl_like.protocol import DataProto, Metric, merge_metrics
+from verl_like.protocol.samples import concat_samples
 from verl_like.single_controller.failure import WorkerDied
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
@@ -107,7 +108,7 @@ class DetachedPPOTrainer(Side):
                         updates[-1].get()
             made = [self.buffer.metrics.popleft() for _ in range(len(self.buffer.metrics))]
             with self.recorder.timer("update"):
-                batch = DataProto.concat(batches) if num_parts > 1 else batches[0]
+                batch = concat_samples(batches) if num_parts > 1 else batches[0]
                 metrics = [batch_metrics(batch, data.max_prompt_length, data.max_response_length)]
                 pending = [future for update in updates for future in update.pending]
                 update = Update(pending, merge_metrics([update.metrics for update in updates]))

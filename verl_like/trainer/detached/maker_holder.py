@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import ray
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Future, Metric, Part
+from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
@@ -255,7 +257,7 @@ class ExperienceMakerHolder(Side):
             parts = [part for part in look.get() if part is not None]
         self.ended = None
         if parts:
-            generated = DataProto.concat(parts)
+            generated = concat_samples(parts)
             uids = generated.non_tensor_batch["uid"][:: self.config.actor_rollout_ref.rollout.n]
             groups = [self.in_flight.pop(uid) for uid in uids]
             prompts = DataProto.concat([prompt.select(meta_info_keys=[]) for _, prompt, _ in groups])
@@ -273,12 +275,13 @@ class ExperienceMakerHolder(Side):
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
+        samples = SampleRows.of(batch)
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):
             places = [place for place, ticket in enumerate(tickets) if ticket.trainer == index]
             if places:
-                rows = [place * n + k for place in places for k in range(n)]
-                its_rows = batch if len(rows) == len(batch) else batch.select_idxs(rows)
+                is_its_own = np.isin(samples.sample_of_row.numpy() // n, places)
+                its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
                 its_tickets = [tickets[place] for place in places]
                 self.sent[side_named(name).extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)] = name
                 metrics = {}  # they count once

@@ -15,6 +15,7 @@ from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
 from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_from_lengths, jagged_parts
+from verl_like.protocol.samples import SampleRows
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import own_ranks
@@ -23,9 +24,9 @@ from verl_like.workers.models.packing import Rows
 from verl_like.workers.pinned_memory import to_device, to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
-# Legend: B rows of this rank, R response length.
+# Legend: B rows of this rank, R response length; of a micro-batch b rows, s samples with at most m rows each.
 
-_PLACES = "places of the response tokens"
+_PLACES, _ROW_PLACES = "places of the response tokens", "places of the rows"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class MiniBatch:
     """Samples with at least one such token, over all ranks."""
     share: float
     """1 / number of its micro-batches over all ranks that give results: the first of those that share sequences."""
+    response_length: int
+    """R."""
 
     def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
@@ -52,7 +55,7 @@ class MiniBatch:
             "dp_size": 1,
             "batch_num_tokens": self.num_tokens,
             "global_batch_size": self.num_sequences,
-            "loss_scale_factor": None,
+            "loss_scale_factor": self.response_length,
         }
 
 
@@ -125,15 +128,20 @@ MicroLoss = Callable[["MicroBatch", MiniBatch], tuple[torch.Tensor, MicroMetrics
 class MicroBatch(dict[str, torch.Tensor]):
     """The columns of some rows on the device, those by response token padded to (b, R).
 
-    `on_host` has the rows on the host, where they are packed without a wait.
+    `on_host` has the rows on the host, where they are packed without a wait. Losses are of samples: `by_sample` has
+    their columns, and `of_samples` brings what a model returns of rows into that form.
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
         of_tokens = {name: jagged_parts(column)[0] for name, column in rows.columns.items() if is_jagged(column)}
         del of_tokens["prompts"]
         of_rows = {name: column for name, column in rows.columns.items() if not is_jagged(column)}
-        moved = to_device({**of_tokens, **of_rows, _PLACES: rows.response_places}, device)
-        self.on_host, self.places = rows, moved.pop(_PLACES)
+        self.samples = SampleRows(rows.sample_starts)
+        places = {_PLACES: rows.response_places}
+        if not self.samples.is_plain:
+            places[_ROW_PLACES] = self.samples.places
+        moved = to_device({**of_tokens, **of_rows, **places}, device)
+        self.on_host, self.places, self.row_places = rows, moved.pop(_PLACES), moved.pop(_ROW_PLACES, None)
         self.shape_bR = len(rows), rows.response_length
         super().__init__({name: self.padded(value) if name in of_tokens else value for name, value in moved.items()})
 
@@ -144,6 +152,14 @@ class MicroBatch(dict[str, torch.Tensor]):
     def of_tokens(self, values_bR: torch.Tensor) -> torch.Tensor:
         """The inverse of `padded`."""
         return values_bR.flatten().index_select(0, self.places)
+
+    def of_samples(self, values_bR: torch.Tensor) -> torch.Tensor:
+        """(b, R) -> (s, m R), the rows of a sample side by side; the same where each sample is one row."""
+        return self.samples.fold(values_bR, self.row_places)
+
+    def by_sample(self) -> dict[str, torch.Tensor]:
+        """The columns by response token, (s, m R) each."""
+        return {name: self.of_samples(column) for name, column in self.items() if column.shape == self.shape_bR}
 
 
 def forward(
@@ -284,7 +300,13 @@ def _plan(
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
     return [
-        MiniBatch(own, tokens, sequences, share=sequence_parallel_size / (len(own) * dist.get_world_size()))
+        MiniBatch(
+            own,
+            tokens,
+            sequences,
+            share=sequence_parallel_size / (len(own) * dist.get_world_size()),
+            response_length=rows.response_length,
+        )
         for own, (tokens, sequences) in zip(micro_batches, counts.tolist(), strict=True)
     ] * schedule.epochs
 

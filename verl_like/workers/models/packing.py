@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.protocol.padded import RowPlaces
 from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts
+from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
 
@@ -53,14 +54,8 @@ class Rows:
 
     @property
     def sample_starts(self) -> torch.Tensor:
-        """(number of samples + 1,) int64, the first row of each sample, and the number of rows.
-
-        A sample is one row, or several that follow each other with the same `sample_id`.
-        """
-        if "sample_id" not in self.columns:
-            return torch.arange(len(self) + 1)
-        _, num_rows = torch.unique_consecutive(self.columns["sample_id"], return_counts=True)
-        return F.pad(num_rows.cumsum(0), (1, 0))
+        """(number of samples + 1,) int64, the first row of each sample, and the number of rows."""
+        return sample_starts(self.columns, len(self))
 
     @property
     def lengths_B(self) -> torch.Tensor:
