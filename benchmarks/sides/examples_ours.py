@@ -31,7 +31,7 @@ def sum_of_losses() -> dict[str, Any]:
     """-log p of all learned tokens of all rows, under the present model."""
     data = trainers[0].train_dataset.collate(range(len(trainers[0].train_dataset)))
     mean = metric_values(trainers[0].group.evaluate(data).get().meta_info["metrics"])["loss"]
-    return {"sum": mean * data.tensors()["response_mask"].sum().item()}
+    return {"sum": mean * data.tensors()["response_mask"].values().sum().item()}
 
 
 def step() -> dict[str, Any]:

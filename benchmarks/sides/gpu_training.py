@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from benchmarks.sides.gpu_kernels import report_peak, start_peak
 from benchmarks.sides.gpu_process import seconds_of
 from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol.padded import without_padding
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.attention import choose_attention
@@ -108,20 +109,22 @@ def policy(
 
 
 def rows(worker: RandomPolicy, lengths: list[int], *, padded: bool = False) -> DataProto:
-    """Sequences of these lengths, of which the first token is the prompt; `padded` attends to the padding too."""
+    """Sequences of these lengths, of which the first token is the prompt; `padded`: all are as long as the longest, by
+    tokens that nothing scores."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(lengths), max(lengths))
     real = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).long()
-    attended = torch.ones_like(real) if padded else real
-    return DataProto.from_dict(
+    input_ids = torch.randint(2, worker.hf_config.vocab_size, shape, generator=generator)
+    in_verls_layout = DataProto.from_dict(
         tensors={
-            "input_ids": torch.randint(2, worker.hf_config.vocab_size, shape, generator=generator),
-            "attention_mask": attended,
-            "position_ids": (attended.cumsum(-1) - 1).clamp(min=0),
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(real) if padded else real,
+            "responses": input_ids[:, 1:],
             "response_mask": real[:, 1:],
             "advantages": torch.randn(shape[0], shape[1] - 1, generator=generator),
         }
     )
+    return without_padding(in_verls_layout, pad_token_id=0)
 
 
 def update(worker: RandomPolicy, batch: DataProto) -> dict[str, float]:

@@ -5,9 +5,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.packing_data import LONGEST, PROMPT, VOCABULARY, columns
+from verl_like.protocol import DataProto
+from verl_like.protocol.padded import without_padding
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
-from verl_like.workers.models.packing import pack
+from verl_like.workers.models.packing import Rows, pack
 
 state: dict[str, Any] = {}
 
@@ -27,9 +29,8 @@ def load(path: str) -> dict[str, Any]:
     attention = choose_attention(None, "cpu", torch.float32)
     state["policy"] = PolicyModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)).train()
     batch = {name: torch.from_numpy(column) for name, column in columns().items()}
-    batch["position_ids"] = torch.arange(LONGEST).expand_as(batch["input_ids"])
-    batch["response_mask"] = batch["attention_mask"][:, PROMPT:]
-    state["rows"] = batch
+    batch["responses"] = batch["input_ids"][:, PROMPT:]
+    state["rows"] = Rows.of(without_padding(DataProto.from_dict(batch), pad_token_id=0))
     return {}
 
 
@@ -39,7 +40,7 @@ def step() -> dict[str, Any]:
     with stopwatch() as seconds:
         packed = pack(state["rows"])
         log_probs_BR = packed.unpack(policy(packed, 1.0)[0])
-        (-log_probs_BR.sum() / state["rows"]["response_mask"].sum()).backward()
+        (-log_probs_BR.sum() / state["rows"].num_scored_B.sum()).backward()
     grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
     return {"seconds": seconds[0], "log_probs": log_probs_BR.detach().numpy(), "grad_norm": grad_norm.item()}
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.rollout_data import LONGEST, MEAN_LENGTH, NUM_PROMPTS, PROMPT_LENGTH, VOCABULARY, lengths, prompts
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import GenerationRequest, Sampling
@@ -83,11 +84,9 @@ def start() -> dict[str, Any]:
 
 def _generate(wanted: list[int], seed: int, greedy: bool, with_seeds: bool = True) -> tuple[DataProto, float]:
     state["engine"].wanted, state["engine"].with_seeds = wanted, with_seeds
-    ids = torch.tensor(prompts(seed)[: len(wanted)])
+    ids = prompts(seed)[: len(wanted)]
     columns = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.arange(PROMPT_LENGTH).expand_as(ids),
+        "prompts": jagged_from_lists(ids, torch.int64),
         "uid": np.array([str(i) for i in range(len(ids))], dtype=object),
     }
     batch = DataProto.from_single_dict(columns, meta_info={"global_steps": seed, "validate": greedy})
@@ -106,13 +105,13 @@ def generate(seed: int, with_seeds: bool = True) -> dict[str, Any]:
     """Responses of the lengths of `seed` to its prompts, each drawn with a seed of its own or all from one stream."""
     wanted = lengths(seed)
     output, seconds = _generate(wanted, seed, greedy=False, with_seeds=with_seeds)
-    assert output.batch["response_mask"].sum(-1).tolist() == wanted
+    assert jagged_parts(output.batch["responses"])[1].diff().tolist() == wanted
     return {"seconds": seconds, "tokens": sum(wanted)}
 
 
 def greedy(seed: int, length: int) -> dict[str, Any]:
     output, _ = _generate([length] * NUM_PROMPTS, seed, greedy=True)
-    return {"responses": output.batch["responses"][:, :length].numpy()}
+    return {"responses": jagged_parts(output.batch["responses"])[0].view(NUM_PROMPTS, length).numpy()}
 
 
 def _timed(step: Callable[[], Any], seconds: list[float]) -> Any:

@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.padded import without_padding
 from verl_like.rehearse.training_process import NoKernels
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
@@ -126,20 +127,19 @@ def ppo_update(scenario: Scenario, folder: Path) -> tuple[Any, Callable[[], Any]
 def random_rows(num_rows: int) -> DataProto:
     """Rows of different lengths, with all that actor and critic read."""
     generator = torch.Generator().manual_seed(1)
-    length = PROMPT + RESPONSE
     num_response = torch.arange(num_rows) % RESPONSE + 1
     is_prompt = torch.arange(PROMPT) >= torch.arange(num_rows)[:, None] % PROMPT
     is_response = torch.arange(RESPONSE) < num_response[:, None]
     attended = torch.cat([is_prompt, is_response], dim=1).long()
     by_token = ("advantages", "returns", "values", "old_log_probs", "ref_log_prob", "rollout_log_probs")
     tensors = {
-        "input_ids": torch.randint(3, 15, (num_rows, length), generator=generator),
+        "input_ids": torch.randint(3, 15, (num_rows, PROMPT + RESPONSE), generator=generator),
         "attention_mask": attended,
-        "position_ids": (attended.cumsum(-1) - 1).clamp(min=0),
+        "responses": torch.randint(3, 15, (num_rows, RESPONSE), generator=generator),
         "response_mask": is_response.long(),
         **{name: torch.randn(num_rows, RESPONSE, generator=generator) for name in by_token},
     }
-    return DataProto.from_dict(tensors=tensors)
+    return without_padding(DataProto.from_dict(tensors), pad_token_id=0)
 
 
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:

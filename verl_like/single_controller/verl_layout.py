@@ -1,0 +1,41 @@
+"""What a method that was written for verl gets and returns: batches with padded columns."""
+
+from verl_like.protocol import DataProto
+from verl_like.protocol.padded import padded, strip, without_padding
+from verl_like.protocol.row_ops import is_jagged
+from verl_like.single_controller.decorator import MethodSpec
+
+
+def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
+    """The batch as the method reads it: with padded columns, unless it takes jagged ones.
+
+    Raises ValueError for jagged prompts without the meta entry `padding`, which says how wide padded columns are.
+    """
+    if spec.jagged or not _has_jagged_prompts(data):
+        return data
+    return padded(data, spec.read_columns)
+
+
+def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
+    """What a method returned for a batch, without padding.
+
+    Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside the responses of the
+    batch.
+    """
+    if spec.jagged or not _has_jagged_prompts(data):
+        return result
+    columns = result.tensors()
+    if {"input_ids", "attention_mask"} <= columns.keys():
+        _, _, pad_token_id = data.meta_info["padding"]
+        jagged = without_padding(result, pad_token_id)
+        jagged.meta_info.pop("padding")  # the batch's own says how wide the columns are
+        return jagged
+    if "responses" not in data.tensors() or len(result) != len(data):
+        return result
+    beside = data.select(batch_keys=["responses"], non_tensor_batch_keys=[])
+    return strip(result, beside).select(batch_keys=list(columns))
+
+
+def _has_jagged_prompts(data: DataProto) -> bool:
+    prompts = data.tensors().get("prompts")
+    return prompts is not None and is_jagged(prompts)
