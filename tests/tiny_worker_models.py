@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.padded import without_padding
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config import PPOConfig
@@ -59,7 +60,7 @@ def write_reward_model(path: Path) -> str:
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
-    """Rows with prompts of 1 to 5 and responses of 1 to 6 tokens, and every column an update reads."""
+    """Rows with prompts of 1 to 5 and responses of 1 to 6 tokens, and every column an update reads, jagged."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -71,11 +72,11 @@ def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
     response_mask = (torch.arange(RESPONSE) < response_lengths).long()
     attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
     input_ids = torch.randint(2, len(VOCABULARY), (rows, PROMPT + RESPONSE), generator=generator) * attention_mask
-    return DataProto.from_dict(
+    in_verls_layout = DataProto.from_dict(
         tensors={
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": input_ids[:, PROMPT:],
             "response_mask": response_mask,
             "old_log_probs": -4 + 0.5 * draw(rows, RESPONSE),
             "ref_log_prob": -4 + 0.5 * draw(rows, RESPONSE),
@@ -84,6 +85,7 @@ def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
             "returns": draw(rows, RESPONSE),
         }
     )
+    return without_padding(in_verls_layout, pad_token_id=0)
 
 
 def with_defaults(section: str, settings: dict[str, Any]) -> Any:
