@@ -50,6 +50,11 @@ def generate_sequences(engine: RolloutEngine, prompts: DataProto) -> DataProto:
             return end.value
 
 
+def rows_of(output: DataProto, name: str) -> list[list[Any]]:
+    """The values of a jagged column, a list for each row."""
+    return [row.tolist() for row in output.tensors()[name].unbind()]
+
+
 def run_late(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps_between: int) -> dict[str, Completion]:
     """One after the other, each while those before are unfinished."""
     completions: dict[str, Completion] = {}

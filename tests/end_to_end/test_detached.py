@@ -13,6 +13,7 @@ from runs import AHEAD, APART, GRPO, kill_once, metrics_of, num_steps_logged, ru
 from safetensors.torch import load_file
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.padded import padded
 from verl_like.trainer import checkpoint, ppo_trainer
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.record import DetachedRecord
@@ -268,7 +269,7 @@ def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_l
 
     made = [DataProto.load_from_disk(path) for path in sorted((tmp_path / "made").iterdir())]
     for batch in made:
-        lengths = batch.batch["response_mask"].sum(-1).tolist()
+        lengths = padded(batch).batch["response_mask"].sum(-1).tolist()
         uids = batch.non_tensor_batch["uid"].tolist()
         assert lengths == [160 if uid.endswith("-0") else 8 for uid in uids]
         assert uids[::2] == uids[1::2]

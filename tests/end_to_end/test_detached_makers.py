@@ -108,9 +108,10 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
         models[version] = LlamaForCausalLM.from_pretrained(tmp_path / f"version_{version}", dtype=torch.float32)
     sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=length, stop_token_ids=())
     for row in rows[:4]:
-        columns = {name: tensor[row] for name, tensor in made.batch.items()}
-        prompt = columns["input_ids"][columns["attention_mask"].bool()][:-length].tolist()
-        spans = made.non_tensor_batch["policy_version"][row]
-        completion = Completion(columns["responses"].tolist(), columns["rollout_log_probs"].tolist(), spans)
+        prompt, response, log_probs = (
+            made.batch[name][row].tolist() for name in ("prompts", "responses", "rollout_log_probs")
+        )
+        assert len(response) == length
+        completion = Completion(response, log_probs, made.non_tensor_batch["policy_version"][row])
         request = GenerationRequest(f"row {row}", prompt, 0, sampling)
         rollout_requests.assert_drawn_by(models, request, completion, kv="recompute")

@@ -10,6 +10,7 @@ from runs import metrics_of
 from test_local_step import run_locally
 from transformers import AutoModelForCausalLM
 
+from verl_like.protocol.padded import padded
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Generated
 
 SETTINGS = [
@@ -53,7 +54,7 @@ def test_dynamic_sampling_trains_on_full_batches_of_prompts_whose_responses_diff
     settings += ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=4"]
     run_locally(tmp_path, tiny_llama, *settings, "reward.overlong_buffer.penalty_factor=0.5", steps=2)
     for step, experience in zip(metrics_of(tmp_path), made, strict=True):
-        batch = experience.batch
+        batch = padded(experience.batch)
         scores = batch.batch["rule_scores"].sum(-1).view(4, 2)
         assert len(set(batch.non_tensor_batch["uid"])) == 4 and (scores[:, 0] != scores[:, 1]).all()
         assert step["rollout/num_filler_groups"] == 0 and step["rollout/num_prompt_batches"] >= 1
@@ -73,7 +74,7 @@ def test_dynamic_sampling_trains_on_full_batches_of_prompts_whose_responses_diff
 def test_remax_subtracts_the_reward_of_a_greedy_response(tmp_path: Path, tiny_llama: Callable, made: list[Experience]):
     settings = [*SETTINGS, "algorithm.adv_estimator=remax", "actor_rollout_ref.actor.optim.lr=0.0"]
     run_locally(tmp_path, tiny_llama, *settings, steps=2)
-    columns = made[-1].batch.batch
+    columns = padded(made[-1].batch).batch
     baselines = columns["reward_baselines"].view(4, 2)
     assert torch.equal(baselines[:, 0], baselines[:, 1]) and (baselines > 0).all()
     expected = columns["token_level_rewards"].sum(-1, keepdim=True) - columns["reward_baselines"].unsqueeze(-1)
@@ -86,7 +87,7 @@ def test_the_optimal_token_baseline_weighs_returns_by_the_squared_probabilities_
 ):
     settings = [differing_rewards, f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.temperature=0.7"]
     run_locally(tmp_path, tiny_llama, *SETTINGS, *settings, steps=1)
-    columns = made[-1].batch.batch
+    columns = padded(made[-1].batch).batch
     model, _ = tiny_llama()
     inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
     with torch.no_grad():
@@ -116,7 +117,7 @@ def test_gdpo_adds_up_the_rewards_that_the_function_returns(
         "algorithm.gdpo_reward_weights=[1.0,0.5]",
     ]
     run_locally(tmp_path, tiny_llama, *SETTINGS, "algorithm.adv_estimator=gdpo", *keys, steps=1)
-    batch = made[-1].batch
+    batch = padded(made[-1].batch)
     mask = batch.batch["response_mask"].numpy()
     summed = np.zeros((4, 2))
     for reward, weight in (
@@ -140,7 +141,7 @@ def test_distillation_makes_the_policy_likelier_to_say_what_the_teacher_would(
     loss = "actor_rollout_ref.actor.policy_loss"
     settings = [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path={teacher}", f"{loss}.use_task_rewards=false"]
     run_locally(tmp_path, tiny_llama, *SETTINGS, "algorithm.adv_estimator=grpo", *settings, steps=6)
-    columns = made[0].batch.batch
+    columns = padded(made[0].batch).batch
     inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)(**inputs).logits[:, -7:-1]

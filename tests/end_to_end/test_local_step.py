@@ -16,6 +16,7 @@ from runs import metrics_of, tiny_run_settings
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples import local_grpo_step
+from verl_like.protocol.padded import padded
 from verl_like.trainer import ppo_inputs, ppo_trainer, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo_display import PPO_DISPLAY
@@ -264,7 +265,7 @@ def test_two_reward_models_score_what_transformers_does_in_training_and_in_valid
         experience = trainer.maker.make(prompts)
         prompts.meta_info["validate"] = True
         validated, rewards, _ = trainer.maker.generate_and_score(prompts, 1)
-    trained, expected = experience.batch, {}
+    validated, trained, expected = padded(validated), padded(experience.batch), {}
     for batch, reward in ((validated, rewards), (trained, trained.batch["token_level_scores"].sum(-1))):
         for name, judge in judges.items():
             kept = zip(batch.batch["input_ids"], batch.batch["attention_mask"].bool(), strict=True)

@@ -12,6 +12,7 @@ from test_local_step import local_trainer
 
 from examples.local_grpo_step import LocalTrainer
 from verl_like.protocol import DataProto, Metric, merge_metrics
+from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
@@ -82,11 +83,11 @@ def test_a_maker_makes_the_same_experience_of_the_same_prompts_and_weights(
     assert measured(again.metrics) == measured(experience.metrics)
     assert deep_equal(again.work, experience.work)
     other = trainer.maker.make(prompts_of(trainer, 2))
-    assert not torch.equal(other.batch.batch["responses"], experience.batch.batch["responses"])
+    assert not deep_equal(other.batch.batch["responses"], experience.batch.batch["responses"])
 
 
 def test_each_response_says_which_weights_sampled_its_tokens(trainer: LocalTrainer, experience: Experience):
-    lengths = experience.batch.batch["response_mask"].sum(-1).tolist()
+    lengths = padded(experience.batch).batch["response_mask"].sum(-1).tolist()
     assert experience.batch.non_tensor_batch["policy_version"].tolist() == [((0, 0, n),) for n in lengths]
 
 
@@ -219,7 +220,7 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
             says.append("actor/lr" in metrics and metrics["actor/skipped_steps"] < 2)  # of two optimizer steps
             before, (log_probs, loaded) = (log_probs, loaded), seen()
             assert loaded == fingerprint(trainer.learner.export_weights())
-            moved.append((not torch.equal(log_probs, before[0]), loaded != before[1]))
+            moved.append((not deep_equal(log_probs, before[0]), loaded != before[1]))
     assert says == [False, True, False, True]
     assert moved == [(each, each) for each in says]
 
@@ -238,8 +239,9 @@ def test_the_ptx_rows_are_a_function_of_the_step_which_its_parts_and_joint_train
         mini_batches = 2 // part[1]  # of 4 responses each
         batch = experience.batch[slice(0, 4 * mini_batches)]
         batch.meta_info["part_of_step"] = part
-        (rows,) = learner.ptx_rows(batch, balance=True)
-        return rows.batch.batch["input_ids"].tolist()
+        (rows,) = learner.ptx_rows(batch, experience_of(trainer, batch).work)
+        prompts, responses = (rows.batch.batch[name].unbind() for name in ("prompts", "responses"))
+        return [torch.cat(row).tolist() for row in zip(prompts, responses, strict=True)]
 
     steps = [rows_of(version) for version in (2, 3, 4)]
     assert [len(rows) for rows in steps] == [8, 8, 8]

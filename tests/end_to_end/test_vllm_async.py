@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 import rollout_requests
-from rollout_requests import assert_drawn_by, make_requests
+from rollout_requests import assert_drawn_by, make_requests, rows_of
 from test_vllm_requests import PROMPTS, in_engine, tokens
 from test_vllm_rollout import (
     DEADLINE_S,
@@ -97,10 +97,8 @@ def test_a_response_has_the_same_tokens_in_both_engines_however_its_request_come
             assert_drawn_by({3: model[1]}, request, completions[request.name], kv="recompute")
     completions, gone, again = in_engine(engine(kv), rollout_requests.run_with_abort, requests, ["b", "f"], 0)
     assert gone == ["b", "f"] and tokens(completions) | tokens(again) == tokens(expected)
-    output = call(engine(kv), "generate_sequences", prompt_batch())
-    assert output.batch["responses"].equal(
-        call(engine("in the worker"), "generate_sequences", prompt_batch()).batch["responses"]
-    )
+    outputs = [call(each, "generate_sequences", prompt_batch()) for each in (engine(kv), engine("in the worker"))]
+    assert rows_of(outputs[0], "responses") == rows_of(outputs[1], "responses")
 
 
 @pytest.mark.parametrize("kv", KV)

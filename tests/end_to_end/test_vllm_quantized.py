@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from rollout_requests import rows_of
 from test_vllm_rollout import (
     ModelAndFolder,
     call,
@@ -56,12 +57,11 @@ def quantised(model: LlamaForCausalLM) -> LlamaForCausalLM:
 def distance(model: LlamaForCausalLM, output: DataProto) -> float:
     """Mean difference of the responses' log-probabilities to the model's."""
     differences = []
-    for row in range(len(output)):
-        columns = {name: tensor[row] for name, tensor in output.batch.items()}
-        ids, length = columns["input_ids"][columns["attention_mask"].bool()], int(columns["response_mask"].sum())
-        log_probs = model(ids[None]).logits[0].log_softmax(-1)
-        expected = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0]
-        differences.append((columns["rollout_log_probs"][:length] - expected).abs())
+    columns = [rows_of(output, name) for name in ("prompts", "responses", "rollout_log_probs")]
+    for prompt, response, found in zip(*columns, strict=True):
+        log_probs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        expected = log_probs[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
+        differences.append((torch.tensor(found) - expected).abs())
     return float(torch.cat(differences).mean())
 
 

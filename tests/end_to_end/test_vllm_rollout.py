@@ -10,9 +10,11 @@ import pytest
 import ray
 import rollout_requests
 import torch
+from rollout_requests import rows_of
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, pad_dataproto_to_divisor
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
@@ -160,11 +162,8 @@ LONGEST = [2 + i % 66 for i in range(WIDTH)]
 def prompt_batch(
     prompts: tuple[list[int], ...] = ([10, 11, 12], [20], LONGEST), *, step: int = 1, validate: bool = False
 ) -> DataProto:
-    mask = torch.tensor([[0] * (WIDTH - len(p)) + [1] * len(p) for p in prompts])
     batch = {
-        "input_ids": torch.tensor([[0] * (WIDTH - len(p)) + p for p in prompts]),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "prompts": jagged_from_lists(prompts, torch.int64),
         "uid": np.array([f"0-{i}" for i in range(len(prompts))], dtype=object),
     }
     return DataProto.from_single_dict(batch, meta_info={"global_steps": step, "validate": validate})
@@ -199,18 +198,14 @@ def scaled(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
 
 
 def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
-    """Every log-probability equals that of `model` on the row's tokens without padding; padding is padding."""
-    for row in range(len(output)):
-        columns = {name: tensor[row] for name, tensor in output.batch.items()}
-        ids = columns["input_ids"][columns["attention_mask"].bool()]
-        length = int(columns["response_mask"].sum())
-        tokens = columns["responses"].tolist()
-        assert length == (tokens.index(1) + 1 if 1 in tokens else LENGTH)
-        assert tokens[length:] == [0] * (LENGTH - length)
-        log_probs = model(ids[None]).logits[0].log_softmax(-1)
-        expected = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0]
-        assert torch.allclose(columns["rollout_log_probs"][:length], expected, rtol=0, atol=1e-5)
-        assert not columns["rollout_log_probs"][length:].any()
+    """Every log-probability equals that of `model` on the row's tokens, and each response ends where it should."""
+    columns = [rows_of(output, name) for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
+    for prompt, response, mask, found in zip(*columns, strict=True):
+        length = response.index(1) + 1 if 1 in response else LENGTH
+        assert len(response) == length and mask == [1] * length
+        log_probs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        expected = log_probs[-length - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(found), expected, rtol=0, atol=1e-5)
 
 
 def test_weights_arrive_before_and_after_an_update(process: Any, tied_model: ModelAndFolder) -> None:
@@ -225,7 +220,7 @@ def test_weights_arrive_before_and_after_an_update(process: Any, tied_model: Mod
     after = call(process, "generate_sequences", prompt_batch())
     assert_generated_by(other, after)
     assert [spans[0][0] for spans in after.non_tensor_batch["policy_version"]] == [2] * 12
-    assert not torch.equal(before.batch["responses"], after.batch["responses"])
+    assert rows_of(before, "responses") != rows_of(after, "responses")
 
 
 def test_prompts_come_back_n_times_each_and_responses_end_where_they_should(
@@ -233,12 +228,12 @@ def test_prompts_come_back_n_times_each_and_responses_end_where_they_should(
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
     output = call(process, "generate_sequences", prompt_batch())
-    padded = prompt_batch().batch["input_ids"].tolist()
-    assert output.batch["prompts"].tolist() == [row for row in padded for _ in range(4)]
-    assert len({tuple(row) for row in output.batch["responses"].tolist()}) == 12
-    lengths = output.batch["response_mask"].sum(-1)
-    assert (lengths < LENGTH).any() and (lengths == LENGTH).any()
-    assert torch.equal(output.batch["attention_mask"][:, WIDTH:], output.batch["response_mask"])
+    assert rows_of(output, "prompts") == [row for row in rows_of(prompt_batch(), "prompts") for _ in range(4)]
+    responses = rows_of(output, "responses")
+    assert len({tuple(row) for row in responses}) == 12
+    lengths = [len(row) for row in responses]
+    assert min(lengths) < LENGTH == max(lengths)
+    assert rows_of(output, "response_mask") == [[1] * length for length in lengths]
 
 
 def test_prompts_that_do_not_fit_into_one_step_are_computed_whole_in_the_next(
@@ -266,9 +261,10 @@ def test_greedy_responses_equal_those_of_transformers(
     batch = prompt_batch(validate=True)
     expected, got = rollout_requests.generate_sequences(reference, batch), call(process, "generate_sequences", batch)
     assert len(got) == 3
-    for name in ("input_ids", "attention_mask", "position_ids", "responses", "response_mask"):
-        assert torch.equal(got.batch[name], expected.batch[name]), name
-    assert torch.allclose(got.batch["rollout_log_probs"], expected.batch["rollout_log_probs"], rtol=0, atol=1e-5)
+    for name in ("prompts", "responses", "response_mask"):
+        assert rows_of(got, name) == rows_of(expected, name), name
+    for found, wanted in zip(rows_of(got, "rollout_log_probs"), rows_of(expected, "rollout_log_probs"), strict=True):
+        assert found == pytest.approx(wanted, rel=0, abs=1e-5)
 
 
 def test_a_step_is_drawn_again_the_same_and_another_step_differs(process: Any, tied_model: ModelAndFolder) -> None:
@@ -276,9 +272,9 @@ def test_a_step_is_drawn_again_the_same_and_another_step_differs(process: Any, t
     first = call(process, "generate_sequences", prompt_batch(step=7))
     other = call(process, "generate_sequences", prompt_batch(step=8))
     again = call(process, "generate_sequences", prompt_batch(step=7))
-    assert torch.equal(first.batch["responses"], again.batch["responses"])
-    assert torch.equal(first.batch["rollout_log_probs"], again.batch["rollout_log_probs"])
-    assert not torch.equal(first.batch["responses"], other.batch["responses"])
+    for name in ("responses", "rollout_log_probs"):
+        assert rows_of(first, name) == rows_of(again, name)
+    assert rows_of(first, "responses") != rows_of(other, "responses")
 
 
 def test_responses_are_the_same_on_one_and_two_replicas_in_any_order_and_with_padding(
@@ -286,7 +282,7 @@ def test_responses_are_the_same_on_one_and_two_replicas_in_any_order_and_with_pa
 ) -> None:
     def drawn(process: Any, rows: list[int], *, pad_to: int = 1) -> dict[str, list[list[int]]]:
         batch, pad_size = pad_dataproto_to_divisor(prompt_batch(step=9).select_idxs(rows), pad_to)
-        responses = call(process, "generate_sequences", batch).batch["responses"].tolist()
+        responses = rows_of(call(process, "generate_sequences", batch), "responses")
         uids = batch.non_tensor_batch["uid"][: len(batch) - pad_size]
         return {uid: responses[4 * i : 4 * i + 4] for i, uid in enumerate(uids)}
 
@@ -304,19 +300,19 @@ def test_responses_are_told_as_they_end_and_a_generation_can_be_given_up(
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
     parts, output = ray.get(process.stream.remote(prompt_batch()), timeout=DEADLINE_S)
-    lengths = output.batch["response_mask"].sum(-1).tolist()
+    responses = rows_of(output, "responses")
     told = [(row_of(sample), len(sample.token_ids)) for part in parts for sample in part]
     # A step of the engine is a token of every response, so they end in the order of their lengths.
     assert told == sorted(told, key=lambda sample: sample[1]) and len(parts) >= 3
     for row, length in told:
-        assert lengths[row] == length
+        assert len(responses[row]) == length
     for sample in (sample for part in parts for sample in part):
-        assert output.batch["responses"][row_of(sample)][: len(sample.token_ids)].tolist() == list(sample.token_ids)
+        assert responses[row_of(sample)] == list(sample.token_ids)
 
     first, nothing = ray.get(process.stream.remote(prompt_batch(), give_up=True), timeout=DEADLINE_S)
     assert len(first) == 1 and nothing is None
     again = call(process, "generate_sequences", prompt_batch())
-    assert torch.equal(again.batch["responses"], output.batch["responses"])
+    assert rows_of(again, "responses") == responses
 
 
 def row_of(sample: FinishedSample) -> int:
@@ -349,8 +345,8 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(process: Any, tied
     for step in range(8):
         batch = prompt_batch(step=step).select_idxs([1]).repeat(64)
         batch.non_tensor_batch["uid"] = np.array([f"0-{i}" for i in range(64)], dtype=object)
-        first_tokens = call(process, "generate_sequences", batch).batch["responses"][:, 0]
-        counts += torch.bincount(first_tokens, minlength=vocab_size)
+        responses = rows_of(call(process, "generate_sequences", batch), "responses")
+        counts += torch.bincount(torch.tensor([row[0] for row in responses]), minlength=vocab_size)
     probs = model(torch.tensor([[20]])).logits[0, -1].softmax(-1)
     expected = probs * counts.sum()
     common = expected > 5

@@ -128,6 +128,7 @@ from runs import data_row
 from test_local_step import local_trainer
 
 from verl_like.protocol import metric_values
+from verl_like.protocol.padded import padded
 
 
 def test_a_step_uses_all_that_was_added(tmp_path, tiny_llama):
@@ -147,7 +148,7 @@ def test_a_step_uses_all_that_was_added(tmp_path, tiny_llama):
         prompts.meta_info["global_steps"] = 1
         experience = trainer.maker.make(prompts)
         metrics = metric_values(trainer.learner.learn(experience).get())
-    columns = experience.batch.batch
+    columns = padded(experience.batch).batch
     mask = columns["response_mask"]
     assert torch.equal(columns["responses"][::2], columns["responses"][1::2])  # the engine
     assert columns["token_level_scores"].sum(-1).tolist() == [2 + 0.5] * 8  # the rule and the role

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_like.data.conversations import ConversationDataset, tokens_of
 from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.protocol.row_ops import jagged_parts
 
 PLAIN = (
     "{% for m in messages %}{{ 'Q: ' if m['role'] == 'user' else 'A: ' }}{{ m['content'] }}<end>{% endfor %}"
@@ -69,8 +70,8 @@ def test_of_a_row_with_a_prompt_the_response_alone_is_learned(answer: str, tmp_p
     prompt = messages(("user", "No"), ("assistant", "Yes"), ("user", "x"))
     rows = [write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, answer: "No"}])]
     dataset = ConversationDataset(rows, tokenizer_of(PLAIN), max_length=30)
-    batch = dataset.collate([0]).tensors()
-    learned = batch["input_ids"][0, 1:][batch["response_mask"][0].bool()]
+    responses, mask = (jagged_parts(dataset.collate([0]).tensors()[name])[0] for name in ("responses", "response_mask"))
+    learned = responses[mask.bool()]
     assert dataset.tokenizer.decode(learned) == "No<end>"
 
 

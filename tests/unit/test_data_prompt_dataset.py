@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_like.data import PromptDataset
+from verl_like.protocol.padded import padded
 
 ROOT = Path(__file__).parents[2]
 # One token a character; a user message "abc" becomes "U", "a", "b", "c", "A": two tokens more than its length.
@@ -104,17 +105,21 @@ def test_several_files_max_samples_and_other_field_names(tmp_path: Path, tokeniz
     assert len(dataset) == 3 and dataset[2]["data_source"] == "here"
 
 
-def test_collate_pads_on_the_left_and_names_rows_by_epoch_and_index(
+def test_collate_keeps_prompts_without_padding_says_how_they_are_padded_and_names_rows_by_epoch_and_index(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     file = write(tmp_path / "rows.jsonl", [row("abc"), row("d", extra_info=None), row("ef")])
-    dataset = PromptDataset(file, tokenizer, max_prompt_length=6)
+    dataset = PromptDataset(file, tokenizer, max_prompt_length=6, max_response_length=3)
     batch = dataset.collate([dataset[2], dataset[1]], epoch=4)
     pad, (u, e, f, d, a) = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(list("UefdA"))
-    assert batch.batch["input_ids"].tolist() == [[pad, pad, u, e, f, a], [pad, pad, pad, u, d, a]]
-    assert batch.batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
-    assert batch.batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 1, 2]]
-    assert {column.dtype for column in batch.batch.values()} == {torch.int64}
+    assert [row.tolist() for row in batch.batch["prompts"].unbind()] == [[u, e, f, a], [u, d, a]]
+    assert list(batch.tensors()) == ["prompts"] and batch.meta_info == {"padding": (6, 3, pad)}
+    in_verls_layout = padded(batch).batch
+    assert in_verls_layout["input_ids"].tolist() == [[pad, pad, u, e, f, a], [pad, pad, pad, u, d, a]]
+    assert in_verls_layout["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
+    assert in_verls_layout["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 1, 2]]
+    assert {column.dtype for column in in_verls_layout.values()} == {torch.int64}
+    assert PromptDataset(file, tokenizer, max_prompt_length=6).collate([dataset[2]], epoch=4).meta_info == {}
     assert batch.non_tensor_batch["uid"].tolist() == ["4-2", "4-1"]
     assert batch.non_tensor_batch["data_source"].tolist() == ["test/source"] * 2
     assert batch.non_tensor_batch["reward_model"][0] == {"style": "rule", "ground_truth": "7"}

@@ -15,6 +15,7 @@ from verl_like.algorithms.ilql import ilql_losses
 from verl_like.data.conversations import ScoredDataset
 from verl_like.export import export
 from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol.padded import padded
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -174,7 +175,7 @@ def test_training_computes_what_transformers_and_numpy_do(settings: list[str], m
     config = config_of(model_path, tmp_path, "training.cql_coef=0.3", "training.lm_coef=0.6", *settings)
     group, batch = start(config)
     group.update_model(batch).get()  # from then on the target heads differ from the others
-    columns, training = batch.tensors(), config.training
+    columns, training = padded(batch).tensors(), config.training
     ids, mask = columns["input_ids"], columns["response_mask"].numpy()
     old = exported(group, tmp_path / "model")
     at = {

@@ -20,6 +20,7 @@ from transformers import (
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol.padded import padded
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -29,6 +30,7 @@ from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SupervisedConfig, broken_supervised_rules
 from verl_like.trainer.supervised.run_supervised import KINDS, SupervisedInputs, check_inputs, worker_arguments
+from verl_like.workers.models.packing import Rows, pack
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.reward_model import RewardModelWorker
 
@@ -51,30 +53,34 @@ def load(model_path: str, tmp_path: Path) -> Callable[..., PreferenceDataset]:
     return loader(PreferenceDataset, model_path, tmp_path)
 
 
-def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_one_row(
+def test_what_is_written_after_the_prompt_is_learned_and_a_pair_is_a_sample_of_two_rows(
     load: Callable, model_path: str, tmp_path: Path
 ):
     talk = messages(("user", "ab"), ("assistant", "c"), ("user", "d"))
     sides = {"chosen": [*talk, *messages(("assistant", "ef"))], "rejected": [*talk, *messages(("assistant", "g"))]}
     for row in (sides, {"prompt": talk, "chosen": "ef", "rejected": "g"}, {"prompt": talk, **sides}):
         dataset = load({**row, "margin": 2})
-        batch = dataset.collate([0, 0]).tensors()
-        assert batch["input_ids"].shape == (2, 2 * 13) and batch["response_mask"].shape == (2, 2 * 12)
-        assert batch["margin"].tolist() == [2.0, 2.0]
-        tokens = AutoTokenizer.from_pretrained(model_path).convert_ids_to_tokens(batch["input_ids"][0].tolist())
-        assert "".join(tokens) == "+ab-c<eos> +d-ef<eos>" + "+ab-c<eos> +d-g<eos><pad>"
-        mask = batch["response_mask"][0].reshape(2, 12)
-        assert mask.tolist() == [[0] * 9 + [1, 1, 1], [0] * 9 + [1, 1, 0]]
-        assert batch["position_ids"][0, 13:].tolist() == [*range(12), 11]
+        batch = dataset.collate([0, 0])
+        columns = padded(batch).tensors()
+        assert columns["input_ids"].shape == (2 * 2, 13) and columns["response_mask"].shape == (2 * 2, 12)
+        assert columns["margin"].tolist() == [2.0] * 4 and columns["sample_id"].tolist() == [0, 0, 1, 1]
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        texts = ["".join(tokenizer.convert_ids_to_tokens(row)) for row in columns["input_ids"].tolist()]
+        assert texts == ["+ab-c<eos> +d-ef<eos>", "+ab-c<eos> +d-g<eos><pad>"] * 2
+        assert columns["response_mask"].tolist() == [[0] * 9 + [1, 1, 1], [0] * 9 + [1, 1, 0]] * 2
+        assert pack(Rows.of(batch)).position_ids.tolist() == [[*range(13), *range(12)] * 2]
     place = f"{tmp_path / 'rows.jsonl'}, row 0"
     assert dataset.longest == (13, place) and dataset.largest == (13 + 12, place) and dataset.last_tokens == {1}
 
 
 def test_the_work_of_a_pair_is_that_of_two_sequences(load: Callable):
-    pair = load({"prompt": "ab", "chosen": "cd", "rejected": "e"}).collate([0])
+    pairs = load({"prompt": "ab", "chosen": "cd", "rejected": "e"}).collate([0, 0])
     cost = ModelCost(per_token=10.0, per_scored_token=100.0, per_pair=((1.0, None), (1000.0, 2)))
     # 7 and 6 tokens, of which 3 and 2 are learned; 28 and 21 token pairs, within a window of 2 13 and 11.
-    assert RowWork.of(pair, cost, balance=True).flops_B.tolist() == [130 + 500 + 28 + 21 + 13_000 + 11_000]
+    work = RowWork.of(pairs, cost, balance=True)
+    assert work.flops_B.tolist() == [70 + 300 + 28 + 13_000, 60 + 200 + 21 + 11_000] * 2
+    assert work.sample_starts.tolist() == [0, 2, 4]
+    assert sorted(rows.tolist() for rows in work.shares(num_ranks=2, num_of_step=2)) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +157,6 @@ def metrics_of(result: Any) -> dict[str, float]:
     return metric_values(result.get().meta_info["metrics"])
 
 
-def conversations(batch: DataProto) -> dict[str, torch.Tensor]:
-    """(6, T) columns: chosen and rejected of each pair."""
-    return {name: column.reshape(6, -1) for name, column in batch.tensors().items() if name != "margin"}
-
-
 ADAPTER = ["model.lora_rank=4", "model.lora_alpha=6"]  # then the reference is the model under it
 BY_ROW = ["training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=1"]
 
@@ -165,7 +166,7 @@ def test_a_reward_model_learns_and_scores_alike_in_transformers_and_in_ppo(
     micro: list[str], model_path: str, tmp_path: Path
 ):
     _, group, batch = start(config_of(RMConfig, model_path, tmp_path, *micro))
-    columns = conversations(batch)
+    columns = padded(batch).tensors()  # of 6 rows: chosen and rejected of each pair
 
     def rewards_in_transformers() -> np.ndarray:
         group.save_hf(str(tmp_path / "model"))
@@ -188,15 +189,16 @@ def test_a_reward_model_learns_and_scores_alike_in_transformers_and_in_ppo(
     rewards = rewards_in_transformers()
     assert metrics_of(group.evaluate(batch))["chosen_reward"] == pytest.approx(rewards[:, 0].mean(), rel=1e-4)
     ppo = local_group(RewardModelWorker, reward_config(str(tmp_path / "model")))
-    scores_BR = ppo.compute_rm_score(DataProto.from_dict(columns)).get().tensors()["rm_scores"]
-    np.testing.assert_allclose(scores_BR.sum(-1), rewards.reshape(-1), rtol=1e-4, atol=1e-6)
+    responses = batch.select(batch_keys=["prompts", "responses", "response_mask"])
+    scores_B = [row.sum() for row in ppo.compute_rm_score(responses).get().tensors()["rm_scores"].unbind()]
+    np.testing.assert_allclose(scores_B, rewards.reshape(-1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [BY_ROW, ["training.label_smoothing=0.2"], ["training.loss_type=ipo", *ADAPTER]])
 def test_dpo_compares_the_policy_with_the_model_at_the_start(settings: list[str], model_path: str, tmp_path: Path):
     config = config_of(DPOConfig, model_path, tmp_path, "training.beta=0.3", *settings)
     _, group, batch = start(config)
-    columns = conversations(batch)
+    columns = padded(batch).tensors()  # of 6 rows: chosen and rejected of each pair
 
     def log_probs(path: str) -> np.ndarray:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)

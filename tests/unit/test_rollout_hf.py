@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_requests import generate_sequences
+from rollout_requests import generate_sequences, rows_of
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.rollout import RolloutEngine, RolloutError, base, get_rollout_engine
@@ -27,12 +29,8 @@ WIDTH = 6
 
 
 def prompt_batch(prompts: list[list[int]] = PROMPTS, *, step: int = 1, validate: bool = False) -> DataProto:
-    ids = torch.tensor([[0] * (WIDTH - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (WIDTH - len(p)) + [1] * len(p) for p in prompts])
     batch = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "prompts": jagged_from_lists(prompts, torch.int64),
         "uid": np.array([f"0-{i}" for i in range(len(prompts))], dtype=object),
     }
     return DataProto.from_single_dict(batch, meta_info={"global_steps": step, "validate": validate})
@@ -63,17 +61,23 @@ def export(model: LlamaForCausalLM, version: int) -> Any:
 
 
 def log_probs_of(model: LlamaForCausalLM, output: DataProto, temperature: float) -> torch.Tensor:
-    """Recomputed without padding, one row at a time."""
-    expected = torch.zeros(output.batch["responses"].shape)
-    for row in range(len(output)):
-        ids = output.batch["input_ids"][row][output.batch["attention_mask"][row].bool()]
-        length = int(output.batch["response_mask"][row].sum())
-        log_probs = (model(ids[None]).logits[0].double() / temperature).log_softmax(-1)
-        expected[row, :length] = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0].float()
-    return expected
+    """Of the tokens of all responses, recomputed one row at a time."""
+    expected = []
+    for prompt, response in zip(rows_of(output, "prompts"), rows_of(output, "responses"), strict=True):
+        log_probs = (model(torch.tensor([prompt + response])).logits[0].double() / temperature).log_softmax(-1)
+        of_response = log_probs[len(prompt) - 1 : -1]
+        expected.append(of_response.gather(-1, torch.tensor(response)[:, None])[:, 0].float())
+    return torch.cat(expected)
 
 
-def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_them() -> None:
+def drawn_log_probs(output: DataProto) -> torch.Tensor:
+    """Of the tokens of all responses, as the engine says; it says one of each."""
+    log_probs, offsets = jagged_parts(output.batch["rollout_log_probs"])
+    assert torch.equal(offsets, jagged_parts(output.batch["responses"])[1])
+    return log_probs
+
+
+def test_responses_follow_their_prompts_and_padded_ones_have_masks_and_positions_that_go_on_over_them() -> None:
     prompts = prompt_batch([[10, 11], [20, 21, 22]])
     completions = [
         Completion([40, 41, 1], [-1.0, -2.0, -3.0], ((8, 0, 2), (9, 2, 3))),
@@ -81,8 +85,13 @@ def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_th
         Completion([1], [-4.0], ((9, 0, 1),)),
         Completion([46, 1], [-0.25, -0.75], ((9, 0, 2),)),
     ]
-    output = assemble(prompts, completions, response_length=4, pad_token_id=0)
-    columns = output.batch
+    output = assemble(prompts, completions)
+    assert rows_of(output, "prompts") == [[10, 11]] * 2 + [[20, 21, 22]] * 2
+    assert rows_of(output, "responses") == [[40, 41, 1], [42, 43, 44, 45], [1], [46, 1]]
+    assert rows_of(output, "response_mask") == [[1, 1, 1], [1, 1, 1, 1], [1], [1, 1]]
+    assert rows_of(output, "rollout_log_probs") == [[-1.0, -2.0, -3.0], [-0.5] * 4, [-4.0], [-0.25, -0.75]]
+    output.meta_info["padding"] = (WIDTH, 4, 0)
+    columns = padded(output).batch
     assert columns["prompts"].tolist() == [[0, 0, 0, 0, 10, 11]] * 2 + [[0, 0, 0, 20, 21, 22]] * 2
     assert columns["responses"].tolist() == [[40, 41, 1, 0], [42, 43, 44, 45], [1, 0, 0, 0], [46, 1, 0, 0]]
     assert columns["response_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
@@ -100,39 +109,34 @@ def test_responses_are_padded_on_the_right_and_masks_and_positions_go_on_over_th
 
 def test_the_responses_of_a_prompt_follow_each_other(model: tuple[str, LlamaForCausalLM]) -> None:
     output = generate_sequences(make_engine(model), prompt_batch())
-    padded = prompt_batch().batch["input_ids"].tolist()
-    assert output.batch["prompts"].tolist() == [padded[i] for i in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
-    lengths = output.batch["response_mask"].sum(-1).tolist()
+    assert rows_of(output, "prompts") == [PROMPTS[i] for i in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
+    lengths = [sum(mask) for mask in rows_of(output, "response_mask")]
     assert output.non_tensor_batch["policy_version"].tolist() == [((7, 0, length),) for length in lengths]
-    assert len({tuple(row) for row in output.batch["responses"].tolist()}) == 9
+    assert len({tuple(row) for row in rows_of(output, "responses")}) == 9
 
 
-def test_a_response_ends_with_its_first_end_token_and_is_empty_after_it(model: tuple[str, LlamaForCausalLM]) -> None:
+def test_a_response_ends_with_its_first_end_token(model: tuple[str, LlamaForCausalLM]) -> None:
     output = generate_sequences(make_engine(model, n=32), prompt_batch())
     lengths = set()
-    for tokens, mask, log_probs in zip(
-        output.batch["responses"].tolist(),
-        output.batch["response_mask"].tolist(),
-        output.batch["rollout_log_probs"].tolist(),
-        strict=True,
-    ):
+    columns = [rows_of(output, name) for name in ("responses", "response_mask", "rollout_log_probs")]
+    for tokens, mask, log_probs in zip(*columns, strict=True):
         length = tokens.index(1) + 1 if 1 in tokens else 20
         lengths.add(length)
-        assert mask == [1] * length + [0] * (20 - length)
-        assert tokens[length:] == [0] * (20 - length)
-        assert all(value < 0 for value in log_probs[:length]) and log_probs[length:] == [0.0] * (20 - length)
+        assert mask == [1] * length
+        assert len(tokens) == length
+        assert all(value < 0 for value in log_probs) and len(log_probs) == length
     assert 20 in lengths and len(lengths) > 5
 
 
 def test_ignore_eos_generates_up_to_the_limit(model: tuple[str, LlamaForCausalLM]) -> None:
     output = generate_sequences(make_engine(model, n=32, ignore_eos=True), prompt_batch())
-    assert bool((output.batch["responses"] == 1).any())
-    assert int(output.batch["response_mask"].sum()) == 96 * 20
+    assert any(1 in tokens for tokens in rows_of(output, "responses"))
+    assert rows_of(output, "response_mask") == [[1] * 20] * 96
 
 
 def test_rollout_log_probs_are_those_of_the_sampling_temperature(model: tuple[str, LlamaForCausalLM]) -> None:
     output = generate_sequences(make_engine(model, temperature=0.7), prompt_batch())
-    assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.7), atol=1e-5)
+    assert torch.allclose(drawn_log_probs(output), log_probs_of(model[1], output, 0.7), atol=1e-5)
 
 
 def test_rollout_log_probs_are_renormalised_over_the_top_k_tokens(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -140,9 +144,9 @@ def test_rollout_log_probs_are_renormalised_over_the_top_k_tokens(model: tuple[s
     logits = model[1](torch.tensor([PROMPTS[1]])).logits[0, -1]
     best = logits.topk(2)
     expected = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
+    tokens, log_probs = rows_of(output, "responses"), rows_of(output, "rollout_log_probs")
     for row in range(8, 16):
-        token = int(output.batch["responses"][row, 0])
-        assert float(output.batch["rollout_log_probs"][row, 0]) == pytest.approx(expected[token], abs=1e-5)
+        assert log_probs[row][0] == pytest.approx(expected[tokens[row][0]], abs=1e-5)
 
 
 def test_tokens_are_drawn_with_the_models_probabilities(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -150,7 +154,7 @@ def test_tokens_are_drawn_with_the_models_probabilities(model: tuple[str, LlamaF
         make_engine(model, top_k=5, n=2000, response_length=1, max_num_seqs=2000), prompt_batch().select_idxs([1])
     )
     best = model[1](torch.tensor([PROMPTS[1]])).logits[0, -1].topk(5)
-    counts = torch.bincount(output.batch["responses"][:, 0], minlength=68)
+    counts = torch.bincount(torch.tensor(rows_of(output, "responses"))[:, 0], minlength=68)
     expected = 2000 * best.values.softmax(-1)
     chi_square = float(((counts[best.indices] - expected) ** 2 / expected).sum())
     assert int(counts[best.indices].sum()) == 2000
@@ -160,27 +164,28 @@ def test_tokens_are_drawn_with_the_models_probabilities(model: tuple[str, LlamaF
 def test_validation_decodes_greedily_unless_told_otherwise(model: tuple[str, LlamaForCausalLM]) -> None:
     output = generate_sequences(make_engine(model), prompt_batch(validate=True))
     assert len(output) == 3
-    for row, prompt in enumerate(PROMPTS):
+    for prompt, response in zip(PROMPTS, rows_of(output, "responses"), strict=True):
         ids = torch.tensor([prompt])
-        for token in output.batch["responses"][row][output.batch["response_mask"][row].bool()]:
-            assert int(model[1](ids).logits[0, -1].argmax()) == int(token)
-            ids = torch.cat([ids, token.view(1, 1)], dim=1)
-    assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 1.0), atol=1e-5)
+        for token in response:
+            assert int(model[1](ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+    assert torch.allclose(drawn_log_probs(output), log_probs_of(model[1], output, 1.0), atol=1e-5)
 
 
 def test_validation_has_its_own_number_of_samples_and_temperature(model: tuple[str, LlamaForCausalLM]) -> None:
     sampling = SamplingConfig(n=2, temperature=0.5)
     output = generate_sequences(make_engine(model, val_kwargs=sampling), prompt_batch(validate=True))
     assert len(output) == 6
-    assert torch.allclose(output.batch["rollout_log_probs"], log_probs_of(model[1], output, 0.5), atol=1e-5)
+    assert torch.allclose(drawn_log_probs(output), log_probs_of(model[1], output, 0.5), atol=1e-5)
 
 
 def drawn(engine: RolloutEngine, prompts: DataProto) -> dict[tuple[str, int], list[int]]:
     """The response tokens by uid of the prompt and index of the sample; padding rows are left out."""
     output = generate_sequences(engine, prompts)
     n, is_pad = len(output) // len(prompts), prompts.batch.get("is_pad", torch.zeros(len(prompts))).tolist()
+    responses = rows_of(output, "responses")
     return {
-        (uid, k): output.batch["responses"][row * n + k].tolist()
+        (uid, k): responses[row * n + k]
         for row, uid in enumerate(prompts.non_tensor_batch["uid"])
         for k in range(n)
         if not is_pad[row]
@@ -199,8 +204,8 @@ def test_responses_do_not_depend_on_the_replica_the_other_rows_or_their_order(
     assert len({tuple(tokens) for tokens in whole.values()}) == (6 if validate else 9)
     assert drawn(second, batch.select_idxs([2, 0])) | drawn(first, batch.select_idxs([1])) == whole
     assert drawn(make_engine(model, max_num_seqs=3, **settings), batch.select_idxs([2, 1, 0])) == whole
-    padded, _ = pad_dataproto_to_divisor(batch.select_idxs([1]), 3)
-    assert drawn(second, padded).items() <= whole.items()
+    with_padding_rows, _ = pad_dataproto_to_divisor(batch.select_idxs([1]), 3)
+    assert drawn(second, with_padding_rows).items() <= whole.items()
 
 
 def test_other_steps_run_seeds_phases_and_prompts_draw_other_responses(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -308,8 +313,7 @@ def test_finished_responses_are_told_while_others_are_generated(
     assert lengths == sorted(lengths) and len(parts) == len(set(lengths)) > 2, "a step is a token of each response"
     for sample in (sample for part in parts for sample in part):
         row = 3 * int(sample.uid.removeprefix("0-")) + sample.index
-        mask = output.batch["response_mask"][row].bool()
-        assert list(sample.token_ids) == output.batch["responses"][row][mask].tolist()
+        assert list(sample.token_ids) == rows_of(output, "responses")[row]
 
 
 def test_an_engine_that_gets_no_prompt_returns_no_row_with_all_columns(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -319,14 +323,15 @@ def test_an_engine_that_gets_no_prompt_returns_no_row_with_all_columns(model: tu
     none = generate_sequences(engine, prompt_batch()[[]])
     assert len(none) == 0 and none.columns().keys() == whole.columns().keys()
     for name, column in whole.tensors().items():
-        assert none.batch[name].shape[1:] == column.shape[1:] and none.batch[name].dtype == column.dtype, name
+        values, offsets = jagged_parts(none.batch[name])
+        assert offsets.tolist() == [0] and values.shape == (0,) and values.dtype == column.dtype, name
 
 
 def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
     engine = make_engine(model, max_num_seqs=3)
-    padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, True])}))
-    parts, output = parts_and_result(engine, padded)
+    is_pad = DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, True])})
+    parts, output = parts_and_result(engine, prompt_batch().union(is_pad))
     assert {sample.uid for part in parts for sample in part} == {"0-0", "0-1"} and len(output) == 9
 
 
@@ -350,8 +355,8 @@ def test_padding_rows_do_not_count_in_the_prefix_cache_hit_rate(model: tuple[str
         ([False, True, True], 2, 3 * lengths[0]),
         ([True, True, True], 0, 0),
     ):
-        padded = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor(is_pad)}))
-        rate = generate_sequences(engine, padded).meta_info["metrics"]["rollout/prefix_cache_hit_rate"]
+        with_padding_rows = prompt_batch().union(DataProto.from_dict(tensors={"is_pad": torch.tensor(is_pad)}))
+        rate = generate_sequences(engine, with_padding_rows).meta_info["metrics"]["rollout/prefix_cache_hit_rate"]
         assert rate == Metric.mean(num_cached / max(1, num_tokens), weight=num_tokens)
 
 
@@ -375,8 +380,8 @@ def test_new_weights_change_the_log_probs_and_the_version(model: tuple[str, Llam
     engine.load_weights([export(changed, version=8)], 8)
     after = generate_sequences(engine, prompt_batch())
     assert {spans[0][0] for spans in after.non_tensor_batch["policy_version"]} == {8}
-    assert torch.allclose(after.batch["rollout_log_probs"], log_probs_of(changed, after, 1.0), atol=1e-5)
-    assert not torch.equal(before.batch["responses"], after.batch["responses"])
+    assert torch.allclose(drawn_log_probs(after), log_probs_of(changed, after, 1.0), atol=1e-5)
+    assert rows_of(before, "responses") != rows_of(after, "responses")
 
 
 def test_weights_older_than_the_engines_are_refused(model: tuple[str, LlamaForCausalLM]) -> None:

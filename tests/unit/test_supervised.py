@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_like.data.conversations import ConversationDataset
 from verl_like.protocol import metric_values
+from verl_like.protocol.padded import padded
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -68,7 +69,7 @@ def load(model_path: str, tmp_path: Path) -> Callable[..., ConversationDataset]:
 
 def learned_text(dataset: ConversationDataset, row: int, model_path: str) -> str:
     """The conversation, with what is not learned as dots."""
-    batch = dataset.collate([row]).tensors()
+    batch = padded(dataset.collate([row])).tensors()
     tokens = AutoTokenizer.from_pretrained(model_path).convert_ids_to_tokens(batch["input_ids"][0].tolist())
     mask = [0, *batch["response_mask"][0].tolist()]
     return "".join(token if learned else "." for token, learned in zip(tokens, mask, strict=True))
@@ -156,7 +157,7 @@ def test_the_loss_is_the_mean_over_the_learned_tokens_of_the_batch(
     group = LocalWorkerGroup(worker, 1, role="model")
     group.init_model()
     batch = dataset.collate([0, 1])
-    columns, model = batch.tensors(), AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
+    columns, model = padded(batch).tensors(), AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
     with torch.no_grad():
         logits = model(input_ids=columns["input_ids"], attention_mask=columns["attention_mask"]).logits[:, :-1]
     expected_BR = (
@@ -180,10 +181,10 @@ def test_rows_of_an_epoch_come_in_random_order_or_as_they_are(shuffle: bool, loa
     dataset, order = load(*({"text": letter} for letter in rows)), []
     settings = [f"data.shuffle={shuffle}", "data.train_batch_size=1", "trainer.seed=3"]
     trainer = SupervisedTrainer(config_of(model_path, "unused", *settings), dataset, None, None, None)
-    trainer.step = lambda batch: order.append(int(batch.tensors()["input_ids"][0, 0])) or {}
+    trainer.step = lambda batch: order.append(int(batch.tensors()["prompts"][0])) or {}
     for trainer.global_step in range(1, 17):
         assert trainer.next_step() == {"training/epoch": (trainer.global_step - 1) // 8}
-    in_file = [int(dataset.collate([row]).tensors()["input_ids"][0, 0]) for row in range(8)]
+    in_file = [int(dataset.collate([row]).tensors()["prompts"][0]) for row in range(8)]
     assert sorted(order[:8]) == sorted(order[8:]) == sorted(in_file)
     permutations = [np.random.RandomState([3, epoch]).permutation(8) if shuffle else range(8) for epoch in (0, 1)]
     assert order == [in_file[row] for epoch in permutations for row in epoch]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_worker_models import (
-    PROMPT,
     RESPONSE,
     critic_config,
     local_group,
@@ -19,6 +18,7 @@ from tiny_worker_models import (
 )
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -42,13 +42,16 @@ def config(tmp_path):
 
 
 def prompts():
-    rows = make_batch(rows=2).batch
-    names = ("input_ids", "attention_mask", "position_ids")
+    rows = make_batch(rows=2)
     return DataProto.from_dict(
-        tensors={name: rows[name][:, :PROMPT] for name in names},
+        tensors={"prompts": rows.batch["prompts"]},
         non_tensors={"uid": ["0-0", "0-1"]},
-        meta_info={"global_steps": 1, "validate": False},
+        meta_info=rows.meta_info | {"global_steps": 1, "validate": False},
     )
+
+
+def response_lengths(batch):
+    return batch.batch["responses"].offsets().diff().tolist()
 
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory", "gloo"])
@@ -61,10 +64,10 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
         parameter.data.mul_(0.9)
     rollout.load_weights(actor.export_weights(version=3), version=3)
     batch = rollout.generate_sequences(prompts()).get()
-    assert len(batch) == 6 and batch.batch["responses"].shape == (6, RESPONSE)
+    assert len(batch) == 6 and response_lengths(batch) == [RESPONSE] * 6
     assert [spans[0][0] for spans in batch.non_tensor_batch["policy_version"]] == [3] * 6
     scored = actor.compute_log_prob(batch).get().batch["old_log_probs"]
-    torch.testing.assert_close(scored, batch.batch["rollout_log_probs"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scored.values(), batch.batch["rollout_log_probs"].values(), rtol=0, atol=1e-4)
 
 
 def actor_and_rollout_that_ends_early(config):
@@ -77,7 +80,7 @@ def actor_and_rollout_that_ends_early(config):
 
 def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_its_own_have_ended(config):
     actor, rollout, whole = actor_and_rollout_that_ends_early(config)
-    lengths = whole.batch["response_mask"].sum(-1).tolist()
+    lengths = response_lengths(whole)
     last = [max(lengths[:3]), max(lengths[3:])]
     assert last[0] > 2 and min(lengths[:3]) <= 2 and last[1] > min(lengths[3:]), lengths
     rollout.submit_prompts(prompts()[:1], [0])
@@ -94,9 +97,9 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
             }
     assert {uid: step for uid, (step, _) in ended.items()} == {"0-0": last[0], "0-1": last[1] + 2}
     assert rollout.advance_sequences(1) == [None]
-    for name in ("responses", "response_mask", "input_ids", "position_ids", "prompts"):
-        parts = torch.cat([ended[uid][1].batch[name] for uid in ("0-0", "0-1")])
-        assert torch.equal(parts, whole.batch[name]), name
+    parts = DataProto.concat([ended[uid][1].select(non_tensor_batch_keys=[]) for uid in ("0-0", "0-1")])
+    for name in ("responses", "response_mask", "prompts"):
+        assert deep_equal(parts.batch[name], whole.batch[name]), name
     early = [((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths[:3]]
     assert ended["0-0"][1].non_tensor_batch["policy_version"].tolist() == early
     late = [((4, 0, length),) for length in lengths[3:]]
@@ -108,7 +111,7 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
 
 def test_young_responses_are_begun_again_with_new_weights_once(config):
     actor, rollout, whole = actor_and_rollout_that_ends_early(config)
-    lengths = whole.batch["response_mask"].sum(-1).tolist()
+    lengths = response_lengths(whole)
     rollout.submit_prompts(prompts()[:1], [0])
     assert rollout.advance_sequences(1) == [None]
     rollout.submit_prompts(prompts()[1:], [0])
@@ -120,7 +123,7 @@ def test_young_responses_are_begun_again_with_new_weights_once(config):
     assert not any("0-1" in name for name in rollout.workers[0].completions), "they would count as the new ones"
     assert rollout.restart_sequences(3) == [[]]
     (rows,) = rollout.advance_sequences(RESPONSE)
-    assert torch.equal(rows.batch["responses"], whole.batch["responses"])
+    assert deep_equal(rows.batch["responses"], whole.batch["responses"])
     spans = [((3, 0, length),) if length <= 3 else ((3, 0, 3), (4, 3, length)) for length in lengths[:3]]
     spans += [((4, 0, length),) for length in lengths[3:]]
     assert rows.non_tensor_batch["policy_version"].tolist() == spans
@@ -166,14 +169,15 @@ def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_example
             self.register_mesh("ref", 2)
 
         def annotate(self, data):
-            self.tokens = data.batch["input_ids"]
+            self.tokens = data.select(batch_keys=["prompts", "responses"])
             return DataProto.from_dict(tensors={"likelihood_scores": data.batch["response_mask"].float()})
 
     group, data = LocalWorkerGroup(ClassWithInitArgs(RecordingRole), world_size=4), make_batch(rows=8)
     scores = group.annotate(data).get().batch["likelihood_scores"]
-    assert torch.equal(scores, data.batch["response_mask"].float())
+    assert deep_equal(scores, data.batch["response_mask"].float())
     for worker, first in zip(group.workers, (0, 0, 4, 4), strict=True):
-        assert torch.equal(worker.tokens, data.batch["input_ids"][first : first + 4])
+        for name, rows in worker.tokens.batch.items():
+            assert deep_equal(rows, data[first : first + 4].batch[name])
 
 
 def test_every_role_reads_weights_on_the_first_rank_alone_and_a_new_value_head_from_the_seed(config, tmp_path):
@@ -232,7 +236,7 @@ def test_methods_are_sent_the_columns_that_they_read_and_no_others():
     actor, reference, critic = (LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes)
     data = make_batch(rows=2)
     data.batch["own_column"] = torch.ones(2, 1)
-    sequence = {"input_ids", "attention_mask", "position_ids", "response_mask"}
+    sequence = {"prompts", "responses", "response_mask"}
     methods = {
         actor.compute_log_prob: set(),
         actor.update_actor: {"old_log_probs", "ref_log_prob", "advantages"},

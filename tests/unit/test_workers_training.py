@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_worker_models import (
+    RESPONSE,
     critic_config,
     gradients_of,
     local_group,
@@ -21,11 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine.mini_batches import MicroBatch, MiniBatch
+from verl_like.workers.models.packing import Rows
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 
@@ -49,9 +53,15 @@ def update(group, data):
     return metric_values(call(data).get().meta_info["metrics"])
 
 
+def padded_output(data, output):
+    """The columns that a worker returned of a batch, (B, R) each."""
+    beside = data.select(batch_keys=["prompts", "responses"]).union(output)
+    return padded(beside, names=list(output.tensors())).batch
+
+
 def reference_policy_loss(hf, data, entropy_coeff=0.0, kl_coef=0.0):
     """The actor's objective by the book, row by row without padding: token-mean of clipped surrogate, entropy, k3."""
-    rows, total = data.batch, 0.0
+    rows, total = padded(data).batch, 0.0
     for row in range(len(data)):
         tokens = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
         count = int(rows["response_mask"][row].sum())
@@ -86,13 +96,14 @@ def test_the_actor_loss_and_its_gradient_are_those_of_a_float64_reference(model_
 def test_the_critic_loss_is_half_the_mean_clipped_squared_error(model_path):
     data = make_batch()
     group = critic_group(model_path, micro=3)
-    mask = data.batch["response_mask"].bool()
+    columns = padded(data).batch
+    mask = columns["response_mask"].bool()
     new, old, target = (
         column[mask].double()
         for column in (
-            group.compute_values(data).get().batch["values"],
-            data.batch["values"],
-            data.batch["returns"],
+            padded_output(data, group.compute_values(data).get())["values"],
+            columns["values"],
+            columns["returns"],
         )
     )
     clipped = old + (new - old).clamp(-0.5, 0.5)
@@ -124,7 +135,7 @@ def test_scores_come_back_in_the_order_of_the_rows_whatever_the_budget(model_pat
         critic = critic_group(model_path, **settings)
         reward_model = local_group(RewardModelWorker, reward_config(reward_path, **settings))
         calls = (reference.compute_ref_log_prob, critic.compute_values, reward_model.compute_rm_score)
-        return [column for call in calls for column in call(data).get().batch.values()]
+        return [column for call in calls for column in padded_output(data, call(data).get()).values()]
 
     for column, expected in zip(scores(11, **by_tokens), scores(None), strict=True):
         torch.testing.assert_close(column, expected, rtol=1e-6, atol=1e-6)
@@ -134,24 +145,24 @@ def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):
     data = make_batch()
     group = actor_group(model_path, budget=14)
     pack, tokens = group.workers[0].engine.pack, []
-    group.workers[0].engine.pack = lambda rows: tokens.append(int(rows["attention_mask"].sum())) or pack(rows)
+    group.workers[0].engine.pack = lambda rows: tokens.append(int(rows.lengths_B.sum())) or pack(rows)
     update(group, data)
-    assert sum(tokens) == data.batch["attention_mask"].sum() and 11 < max(tokens) <= 14
+    assert sum(tokens) == padded(data).batch["attention_mask"].sum() and 11 < max(tokens) <= 14
 
 
 def test_padding_rows_change_neither_gradient_nor_metrics(model_path):
     data = make_batch(rows=6)
     filler = make_batch(rows=2, seed=7)
-    padded = DataProto.concat([data, filler])
-    padded.batch["is_pad"] = torch.tensor([False] * 6 + [True] * 2)
+    filled = DataProto.concat([data, filler])
+    filled.batch["is_pad"] = torch.tensor([False] * 6 + [True] * 2)
     results = []
-    for batch, micro in ((data, 6), (padded, 2)):
+    for batch, micro in ((data, 6), (filled, 2)):
         group = actor_group(model_path, micro=micro)
         results.append(gradients_of(group.workers[0], lambda group=group, batch=batch: update(group, batch)))
-    (gradients, metrics), (padded_gradients, padded_metrics) = results
-    assert relative_error(padded_gradients, gradients) < 2e-6
-    assert padded_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
-    assert padded_metrics["actor/ppo_kl"] == pytest.approx(metrics["actor/ppo_kl"], rel=1e-5)
+    (gradients, metrics), (filled_gradients, filled_metrics) = results
+    assert relative_error(filled_gradients, gradients) < 2e-6
+    assert filled_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
+    assert filled_metrics["actor/ppo_kl"] == pytest.approx(metrics["actor/ppo_kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize("passes", [{"micro": 2}, {"budget": 14}])
@@ -159,10 +170,10 @@ def test_a_batch_without_rows_has_scores_of_no_row_and_takes_no_step(model_path,
     data = make_batch(rows=4)[[]]
     group = actor_group(model_path, **passes)
     before = parameters_of(group.workers[0])
-    scores = group.compute_log_prob(data).get().batch
+    scores = padded_output(data, group.compute_log_prob(data).get())
     assert {name: (tuple(score.shape), score.dtype) for name, score in scores.items()} == {
-        "old_log_probs": ((0, data.batch["response_mask"].size(1)), torch.float32),
-        "entropys": ((0, data.batch["response_mask"].size(1)), torch.float32),
+        "old_log_probs": ((0, RESPONSE), torch.float32),
+        "entropys": ((0, RESPONSE), torch.float32),
     }
     update(group, data)
     data.batch["mini_batch"] = torch.zeros(0, dtype=torch.int64)
@@ -182,7 +193,8 @@ def test_a_batch_without_any_response_token_takes_no_step(model_path):
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_the_loss_of_a_training_step_is_the_mean_over_the_mini_batches_with_tokens(model_path, num_parts):
     data, optim = make_batch(rows=16), {"lr": 1e-30}  # which moves no weight
-    data.batch["response_mask"][12:] = 0
+    mask, starts = jagged_parts(data.batch["response_mask"])
+    mask[starts[12] :] = 0
     group = actor_group(model_path, prompts=4, micro=2, ppo_epochs=2, optim=optim)
     parts = data.chunk(num_parts)
     for number, part in enumerate(parts, start=1):
@@ -266,13 +278,13 @@ def test_parameters_that_stay_gathered_are_never_stale(model_path, tmp_path):
     group, reference = actor_group(model_path, **settings), actor_group(model_path)
     path = str(tmp_path / "checkpoint")
     group.save_checkpoint(path)
-    before = group.compute_log_prob(data).get().batch["old_log_probs"]
+    before = group.compute_log_prob(data).get().batch["old_log_probs"].values()
     gradients, _ = gradients_of(group.workers[0], lambda: update(group, data))
     expected, _ = gradients_of(reference.workers[0], lambda: update(reference, data))
     assert relative_error(gradients, expected) < 2e-6
-    assert not torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"], before)
+    assert not torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"].values(), before)
     group.load_checkpoint(path)
-    assert torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"], before)
+    assert torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"].values(), before)
 
 
 def test_gradient_checkpointing_changes_no_number(model_path):
@@ -299,16 +311,17 @@ def test_log_probs_of_a_fresh_actor_and_the_reference_are_the_same(model_path):
     data = make_batch()
     reference = local_group(ReferenceWorker, policy_config(model_path))
     actor = actor_group(model_path, micro=3)
-    output = actor.compute_log_prob(data).get()
-    ref_log_prob = reference.compute_ref_log_prob(data).get().batch["ref_log_prob"]
-    torch.testing.assert_close(output.batch["old_log_probs"], ref_log_prob, rtol=0, atol=1e-5)
-    mask = data.batch["response_mask"].bool()
+    output, of_reference = actor.compute_log_prob(data).get(), reference.compute_ref_log_prob(data).get()
+    scores, columns = padded_output(data, output), padded(data).batch
+    ref_log_prob = padded_output(data, of_reference)["ref_log_prob"]
+    torch.testing.assert_close(scores["old_log_probs"], ref_log_prob, rtol=0, atol=1e-5)
+    mask = columns["response_mask"].bool()
     entropy = metric_values(output.meta_info["metrics"])["actor/entropy"]
-    assert entropy == pytest.approx(output.batch["entropys"][mask].mean().item(), rel=1e-5)
+    assert entropy == pytest.approx(scores["entropys"][mask].mean().item(), rel=1e-5)
     # A ratio of 1 everywhere: the loss is minus the mean advantage, nothing is clipped, the KL is 0.
-    data.batch["old_log_probs"] = ref_log_prob
+    data.batch["old_log_probs"] = of_reference.batch["ref_log_prob"]
     metrics = update(actor, data)
-    assert metrics["actor/pg_loss"] == pytest.approx(-data.batch["advantages"][mask].mean().item(), rel=1e-4)
+    assert metrics["actor/pg_loss"] == pytest.approx(-columns["advantages"][mask].mean().item(), rel=1e-4)
     assert metrics["actor/pg_clipfrac"] == 0 and metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -317,7 +330,6 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(model_path):
     group = actor_group(model_path, micro=3)
     output = group.compute_log_prob(data).get()
     computed = output.batch["old_log_probs"]
-    mask = data.batch["response_mask"].bool()
     data.batch["old_log_probs"] = computed
     gradients, metrics = gradients_of(group.workers[0], lambda: update(group, data))
     without = data.select(batch_keys=sorted(set(data.batch.keys()) - {"old_log_probs"}))
@@ -329,7 +341,7 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(model_path):
     # What `compute_log_prob` and the driver would have told about the batch.
     entropy = metric_values(output.meta_info["metrics"])["actor/entropy"]
     assert metrics_without["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
-    difference = computed[mask].exp() * (math.exp(0.1) - 1)
+    difference = computed.values().exp() * (math.exp(0.1) - 1)
     assert metrics_without["training/rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-4)
     assert metrics_without["training/rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-4)
 
@@ -339,7 +351,7 @@ def test_an_update_of_several_steps_needs_old_log_probs(model_path, schedule):
     data = make_batch()
     without = data.select(batch_keys=sorted(set(data.batch.keys()) - {"old_log_probs"}))
     with pytest.raises(
-        ValueError, match=r"no old_log_probs for 2 optimizer steps \(. epoch\(s\) in mini-batches of [48] rows\)"
+        ValueError, match=r"no old_log_probs for 2 optimizer steps \(. epoch\(s\) in mini-batches of [48] responses\)"
     ):
         actor_group(model_path, **schedule).workers[0].update_actor(without)
 
@@ -356,11 +368,10 @@ def test_the_exported_policy_reloads_with_the_same_logits(model_path, tmp_path):
     update(group, data)
     target = tmp_path / "global_step_1" / "huggingface"
     group.save_hf(str(target))
-    log_probs_BR = group.compute_log_prob(data).get().batch["old_log_probs"]
+    log_probs_BR = padded_output(data, group.compute_log_prob(data).get())["old_log_probs"]
     hf = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
     assert hf.dtype == torch.float32
-    tokens = data.batch["input_ids"][0][data.batch["attention_mask"][0].bool()]
-    count = int(data.batch["response_mask"][0].sum())
+    tokens, count = torch.cat([data.batch["prompts"][0], data.batch["responses"][0]]), len(data.batch["responses"][0])
     expected = torch.log_softmax(hf(tokens[None]).logits[0, -count - 1 : -1] / 0.7, -1).gather(
         -1, tokens[-count:, None]
     )
@@ -431,8 +442,8 @@ def test_the_reward_models_score_lies_on_the_last_response_token(tmp_path):
         RewardModelWorker, reward_config(write_reward_model(tmp_path / "reward"), micro_batch_size_per_gpu=3)
     )
     data = make_batch()
-    scores_BR = group.compute_rm_score(data).get().batch["rm_scores"]
-    last_B = data.batch["response_mask"].sum(-1) - 1
+    scores_BR = padded_output(data, group.compute_rm_score(data).get())["rm_scores"]
+    last_B = padded(data).batch["response_mask"].sum(-1) - 1
     assert torch.equal(scores_BR.nonzero()[:, 1], last_B)
 
 
@@ -462,10 +473,13 @@ class CountReads(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+@pytest.mark.parametrize("rows_of_sample", [1, 2])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_an_objective_reads_no_number_from_the_device(model_path, role, monkeypatch):
-    rows = MicroBatch(dict(make_batch().batch.items()), "cpu")
-    mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=0.5)
+def test_an_objective_reads_no_number_from_the_device(model_path, role, rows_of_sample, monkeypatch):
+    data = make_batch()
+    data.batch["sample_id"] = torch.arange(8) // rows_of_sample
+    rows = MicroBatch(Rows.of(data), "cpu")
+    mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=0.5, response_length=RESPONSE)
     if role == "actor":
         worker = actor_group(model_path, entropy_coeff=0.1, use_kl_loss=True).workers[0]
         objective, pass_of_the_model = worker.policy_loss, "_score"
@@ -486,7 +500,7 @@ def test_an_objective_reads_no_number_from_the_device(model_path, role, monkeypa
     assert expected <= set(metrics)
 
 
-SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
+SEQUENCE = ("prompts", "responses", "response_mask")
 
 
 @pytest.mark.parametrize(
@@ -495,7 +509,7 @@ SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
         (ActorWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys", "sum_pi_squared?")),
         (ReferenceWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
         (CriticWorker, "compute_values", SEQUENCE, ("values",)),
-        (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns", "mini_batch?"), None),
+        (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns", "sample_id?", "mini_batch?"), None),
     ],
 )
 def test_a_method_declares_the_columns_that_it_is_sent_and_those_that_it_returns(role, method, reads, writes):
