@@ -27,6 +27,7 @@ from transformers import (
 from verl_like.algorithms.policy_losses import register_policy_loss
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
@@ -220,9 +221,13 @@ class ShiftingMaker(ExperienceMaker):
     def collect(self, batch: DataProto, pending: Sequence[Any]) -> tuple[DataProto, dict[str, Metric]]:
         batch, metrics = super().collect(batch, pending)
         for name in world.SHIFTS.keys() & batch.batch.keys():
-            rows, positions = batch.batch[name].shape
-            shifts = [[world.shift(name, row, t) for t in range(positions)] for row in range(rows)]
-            batch.batch[name] = batch.batch[name] + torch.tensor(shifts)
+            column = batch.batch[name]
+            shifts = [
+                [world.shift(name, row, t) for t in range(len(values))] for row, values in enumerate(column.unbind())
+            ]
+            values, offsets = jagged_parts(column)
+            shifted = values + jagged_parts(jagged_from_lists(shifts, torch.float32))[0]
+            batch.batch[name] = torch.nested.nested_tensor_from_jagged(shifted, offsets=offsets)
         return batch, metrics
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
@@ -28,6 +29,21 @@ def groups(tickets: list[Ticket], *versions: int) -> DataProto:
     column = np.empty(len(rows), dtype=object)
     column[:] = spans
     return DataProto.from_dict({"values": values}, {"policy_version": column}, {"global_steps": tickets[0].number})
+
+
+def groups_with_turns(*tickets: Ticket) -> DataProto:
+    """N samples of each ticket, the second of which has two rows, of one and two tokens; others have one of three.
+
+    Rows i = 0 to 3 of ticket t have the response tokens 10 t + i.
+    """
+    rows = [(ticket.number, row) for ticket in tickets for row in range(N + 1)]
+    responses = jagged_from_lists([[10 * number + row] * (3, 1, 2, 3)[row] for number, row in rows], torch.int64)
+    sample_of_row = [sample for place in range(len(tickets)) for sample in (N * place + i for i in (0, 1, 1, 2))]
+    tensors = {"prompts": jagged_from_lists([[1]] * len(rows), torch.int64), "responses": responses}
+    tensors["sample_id"] = torch.tensor(sample_of_row)
+    column = np.empty(len(rows), dtype=object)
+    column[:] = [((0, 0, 3),)] * len(rows)
+    return DataProto.from_dict(tensors, {"policy_version": column}, {"global_steps": 1, "padding": (1, 3, 0)})
 
 
 def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -87,6 +103,46 @@ def test_groups_that_came_together_in_the_order_of_their_prompts_are_taken_where
         72,
     ]
     assert together.batch["values"].data_ptr() == come[1].batch["values"][N:].data_ptr()
+
+
+def test_groups_whose_samples_have_one_or_two_rows_come_out_whole_with_their_samples_numbered_through():
+    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    first, second, third, fourth = ledger.take("maker", 0, 4)
+    assert buffer.extend("maker", [third, first], groups_with_turns(third, first), {}) == [2, 0]
+    assert buffer.extend("maker", [second, fourth], groups_with_turns(second, fourth), {}) == [1, 3]
+    numbers, batch = buffer.take(2, version=0, deadline_s=5)
+    assert numbers == [0, 1]
+    tokens = [row.tolist() for row in batch.batch["responses"].unbind()]
+    assert tokens == [[0] * 3, [1], [2] * 2, [3] * 3, [10] * 3, [11], [12] * 2, [13] * 3]
+    assert batch.batch["sample_id"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
+    assert batch.meta_info == {"padding": (1, 3, 0)}
+    numbers, batch = buffer.take(2, version=0, deadline_s=5)
+    assert numbers == [2, 3]
+    tokens = [row.tolist() for row in batch.batch["responses"].unbind()]
+    assert tokens == [[20] * 3, [21], [22] * 2, [23] * 3, [30] * 3, [31], [32] * 2, [33] * 3]
+    assert batch.batch["sample_id"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
+
+
+def test_groups_that_lack_a_sample_of_several_rows_are_refused():
+    ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    tickets = ledger.take("maker", 0, 2)
+    rows = groups_with_turns(*tickets).rows(0, 6)  # as many for each ticket, but five samples and a part of one
+    rows.batch["sample_id"][5] = 7
+    with pytest.raises(ValueError, match="5 samples are not whole groups of 2 tickets"):
+        buffer.extend("maker", tickets, rows, {})
+
+
+def test_the_oldest_row_of_a_sample_counts():
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    tickets = ledger.take("maker", 1, 2)
+    batch = groups_with_turns(*tickets)
+    batch.non_tensor_batch["policy_version"][:] = [((1, 0, 3),)] * 8
+    batch.non_tensor_batch["policy_version"][6] = ((0, 0, 3),)  # the second row of a sample of the second ticket
+    with pytest.raises(ValueError, match="asked for prompt 1 with version 1, but its oldest token is of version 0"):
+        buffer.extend("maker", tickets, batch, {})
 
 
 def test_the_oldest_token_of_a_group_decides_when_it_is_due():
@@ -200,7 +256,7 @@ def test_parts_of_groups_are_refused():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=2)
     tickets = ledger.take("maker", 0, 2)
-    with pytest.raises(ValueError, match="5 rows are not whole groups of 2 tickets"):
+    with pytest.raises(ValueError, match="5 samples are not whole groups of 2 tickets"):
         buffer.extend("maker", tickets, groups(tickets, 0, 0)[:5], 5)
 
 

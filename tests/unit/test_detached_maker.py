@@ -14,6 +14,7 @@ from tiny_worker_models import write_model
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import deep_equal, jagged_from_lists
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
@@ -32,10 +33,9 @@ def maker(**fields: Any) -> Any:
 
 
 def prompts(*numbers: int) -> DataProto:
-    ids = torch.tensor([[2 + number, 3, 4] for number in numbers])
-    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(3).expand_as(ids)}
+    tensors = {"prompts": jagged_from_lists([[2 + number, 3, 4] for number in numbers], torch.int64)}
     uids = [f"0-{number}" for number in numbers]
-    return DataProto.from_dict(tensors, {"uid": uids}, {"global_steps": 1, "epoch": 0})
+    return DataProto.from_dict(tensors, {"uid": uids}, {"global_steps": 1, "epoch": 0, "padding": (3, 9, 0)})
 
 
 def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_all_given_to_their_tickets(
@@ -88,7 +88,7 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
     holder.send = lambda tickets, experience: sent.append((tickets, experience))
     assert holder.advance() == 1 and holder.ended is None
     ((of_tickets, experience),) = sent
-    assert of_tickets is ended and torch.equal(experience.batch["responses"], generated.batch["responses"])
+    assert of_tickets is ended and deep_equal(experience.batch["responses"], generated.batch["responses"])
 
 
 @pytest.mark.parametrize(

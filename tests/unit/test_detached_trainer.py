@@ -13,6 +13,7 @@ import torch
 from test_detached_config import IN_FLIGHT, config_of
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -66,17 +67,24 @@ def test_a_trainer_waits_for_makers_as_long_as_three_calls_may_take(monkeypatch:
     assert (side.turns.name, side.turns.limit_s) == ("trainer_0", 24.0)
 
 
+def taken(**columns: list[list[float]]) -> DataProto:
+    """Two rows out of the buffer: prompts of three tokens, responses of two and one, and columns by response token."""
+    tensors = {"prompts": jagged_from_lists([[1, 1, 1]] * 2, torch.int64)}
+    tensors |= dict.fromkeys(("responses", "response_mask"), jagged_from_lists([[1, 1], [1]], torch.int64))
+    tensors |= {name: jagged_from_lists(rows, torch.float32) for name, rows in columns.items()}
+    return DataProto.from_dict(tensors, meta_info={"padding": (3, 2, 0)})
+
+
 @pytest.mark.parametrize("bypass", [True, False])
 def test_a_bypass_takes_the_log_probabilities_of_the_engine_for_the_actors(bypass: bool):
     def learn(experience: Any) -> None:
         raise Seen(experience.batch)
 
     settings = [*IN_FLIGHT, "algorithm.adv_estimator=grpo"] if bypass else []
-    columns = {"attention_mask": torch.ones(2, 5), "position_ids": torch.arange(5).expand(2, 5)}
-    columns |= {"response_mask": torch.ones(2, 2), "rollout_log_probs": torch.tensor([[-0.5, -1.0], [-0.25, -2.0]])}
+    columns = {"rollout_log_probs": [[-0.5, -1.0], [-0.25]]}
     if not bypass:
-        columns["old_log_probs"] = torch.tensor([[-0.75, -1.5], [-0.5, -3.0]])
-    batch = DataProto.from_dict(columns)
+        columns["old_log_probs"] = [[-0.75, -1.5], [-0.5]]
+    batch = taken(**columns)
     side = trainer(
         config_of(*settings),
         learner=SimpleNamespace(version=0, learn=learn),
@@ -92,7 +100,7 @@ def test_a_bypass_takes_the_log_probabilities_of_the_engine_for_the_actors(bypas
         side.fit(total_steps=1)
     (learned,) = seen.value.args
     expected = columns["rollout_log_probs" if bypass else "old_log_probs"]
-    assert torch.equal(learned.batch["old_log_probs"], expected)
+    assert [row.tolist() for row in learned.batch["old_log_probs"].unbind()] == expected
 
 
 class Saver(Worker):
@@ -114,8 +122,7 @@ class Saver(Worker):
 def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_after_every_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    columns = {"attention_mask": torch.ones(2, 5), "position_ids": torch.arange(5).expand(2, 5)}
-    batch = DataProto.from_dict(columns | {"response_mask": torch.ones(2, 2)})
+    batch = taken()
     learned: list[tuple[int, int]] = []
     pushed: list[int] = []
 

@@ -18,6 +18,7 @@ from tiny_worker_models import VOCABULARY, critic_config, local_group, make_batc
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma4TextConfig, PreTrainedConfig
 
 from verl_like.export import export
+from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
 from verl_like.trainer.memory import ModelSize, PlannedModel
@@ -147,9 +148,9 @@ def test_a_changed_buffer_reaches_the_engine_and_the_copy_bit_for_bit(kind: str,
     copy.load_weights(exports, version=1)
     assert same_bits(buffers_of(copy), expected)
     of_both = [each.compute_log_prob(make_batch()).get().batch["old_log_probs"] for each in (group, copy)]
-    assert torch.equal(*of_both)
+    assert deep_equal(*of_both)
     other = local_group(ActorWorker, config).compute_log_prob(make_batch()).get().batch["old_log_probs"]
-    assert not torch.equal(other, of_both[0])  # the buffers matter
+    assert not deep_equal(other, of_both[0])  # the buffers matter
 
 
 def test_a_buffer_that_an_engine_does_not_take_is_named(kind: str, path: str) -> None:

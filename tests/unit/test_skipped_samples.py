@@ -9,6 +9,8 @@ import torch
 
 from verl_like.algorithms.kl import get_kl_controller
 from verl_like.protocol import DataProto, Metric, metric_values
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.experience_maker import ExperienceMaker
 
@@ -106,8 +108,11 @@ class AnswersGreedily(ExperienceMaker):
         is_greedy = prompts.meta_info.get("greedy", False)
         assert num_samples == (1 if is_greedy else 2)
         uids = prompts.non_tensor_batch["uid"].repeat(num_samples)
-        batch = DataProto.from_dict({"response_mask": torch.ones(len(uids), 2)}, {"uid": uids})
-        scores = torch.tensor([[0.0, 5.0], [0.0, 7.0]]) if is_greedy else torch.tensor([[0.0, 1.0]] * 4)
+        ones = jagged_from_lists([[1, 1]] * len(uids), torch.int64)
+        columns = dict.fromkeys(("prompts", "responses", "response_mask"), ones)
+        batch = DataProto.from_dict(columns, {"uid": uids}, {"padding": (2, 3, 0)})
+        rows = [[0.0, 5.0], [0.0, 7.0]] if is_greedy else [[0.0, 1.0]] * 4
+        scores = jagged_from_lists(rows, torch.float32)
         skipped = torch.tensor([False, True]) if is_greedy else torch.zeros(4, dtype=torch.bool)
         scored = DataProto.from_dict({"rule_scores": scores, "is_skipped": skipped}, meta_info={"metrics": {}})
         return batch, SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: scored)), {}
@@ -116,21 +121,22 @@ class AnswersGreedily(ExperienceMaker):
 def test_remax_takes_nothing_from_a_greedy_answer_that_was_skipped():
     maker = maker_of("algorithm.adv_estimator=remax")
     maker = AnswersGreedily(**vars(maker))
-    prompts = DataProto.from_dict({"input_ids": torch.zeros(2, 1)}, {"uid": np.array(["a", "b"], dtype=object)})
+    prompts = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b"], dtype=object)})
     batch, scores, _ = maker.generate_with_baselines(prompts)
     assert "greedy" not in prompts.meta_info
     torch.testing.assert_close(
         batch.batch["reward_baselines"], torch.tensor([5.0, 5.0, torch.nan, torch.nan]), equal_nan=True
     )
     batch, _ = maker.collect(batch, [scores.complete(batch)])
+    batch = padded(batch)
     maker.compute_rewards(batch)
     maker.compute_advantages(batch)
-    assert batch.batch["advantages"].tolist() == [[-4, -4], [-4, -4], [0, 0], [0, 0]]
-    assert batch.batch["returns"].tolist() == [[1, 1]] * 4
+    assert batch.batch["advantages"].tolist() == [[-4, -4, 0], [-4, -4, 0], [0, 0, 0], [0, 0, 0]]
+    assert batch.batch["returns"].tolist() == [[1, 1, 0]] * 4
 
 
 def test_a_sample_that_is_skipped_counts_nothing_in_a_validation():
-    prompts = DataProto.from_dict({"input_ids": torch.zeros(2, 1)}, {"uid": np.array(["a", "b"], dtype=object)})
+    prompts = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b"], dtype=object)})
     prompts.meta_info["greedy"] = True
     _, scores_B, _ = AnswersGreedily(**vars(maker_of())).generate_and_score(prompts, num_samples=1)
     assert scores_B.tolist() == [5.0, 0.0]

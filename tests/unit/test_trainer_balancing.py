@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
@@ -20,22 +21,29 @@ class Summing(Worker):
     def work(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"sum": batch.batch["tokens"].sum().expand(len(batch))})
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def ranks(self, batch: DataProto) -> DataProto:
+        numbers = batch.batch.get("mini_batch", torch.zeros(len(batch)))
+        return DataProto.from_dict(tensors={"rank": torch.full((len(batch),), self.rank), "mini_batch": numbers})
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def everything(self, batch: DataProto) -> int:
         return len(batch)
 
 
-def columns(attended: torch.Tensor, scored: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rows that begin at their first column."""
-    positions = torch.arange(attended.size(1)).expand(attended.shape)
-    return {"attention_mask": attended.long(), "position_ids": positions, "response_mask": scored.long()}
+def rows_of(lengths: list[int], **further: torch.Tensor) -> DataProto:
+    """Rows of these lengths, at most four tokens of which are the prompt, with the column `tokens`."""
+    ones = [[1] * length for length in lengths]
+    tensors = {"prompts": jagged_from_lists([row[:4] for row in ones], torch.int64)}
+    tensors |= dict.fromkeys(("responses", "response_mask"), jagged_from_lists([row[4:] for row in ones], torch.int64))
+    return DataProto.from_dict(
+        {"tokens": torch.tensor(lengths), **tensors, **further}, meta_info={"padding": (4, 4, 0)}
+    )
 
 
 @pytest.fixture
 def batch() -> DataProto:
-    tokens = torch.tensor(LENGTHS)
-    mask = torch.arange(8) < tokens[:, None]
-    return DataProto.from_dict(tensors={"tokens": tokens} | columns(mask, mask[:, 4:]))
+    return rows_of(LENGTHS)
 
 
 @pytest.fixture
@@ -62,9 +70,9 @@ def test_balanced_ranks_get_equal_work_and_others_their_rows_as_they_come(batch:
 def test_an_update_has_the_same_mini_batches_balanced_or_not(batch: DataProto, group: LocalWorkerGroup):
     for balance in (False, True):
         work = RowWork.of(batch, COST, balance=balance)
-        ranks = np.stack(work.shares(num_ranks=2, num_mini_batch_rows=4)).reshape(2, 2, 2)  # rank, mini-batch, row
+        ranks = np.stack(work.shares(num_ranks=2, num_of_step=4)).reshape(2, 2, 2)  # rank, mini-batch, row
         assert [sorted(ranks[:, i].flatten().tolist()) for i in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        submitted = work.submit(group.work, batch, num_mini_batch_rows=4).get().batch["sum"]
+        submitted = work.submit(group.work, batch, num_of_step=4).get().batch["sum"]
         assert submitted[ranks[0].flatten()].tolist() == [sum(LENGTHS[row] for row in ranks[0].flatten())] * 4
     assert np.array(LENGTHS)[ranks].sum(-1).tolist() == [[9, 8], [9, 8]]
 
@@ -81,7 +89,7 @@ def test_a_method_that_takes_the_whole_batch_gets_it_as_it_is(batch: DataProto, 
 
 
 def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: LocalWorkerGroup):
-    metrics = RowWork.of(batch, COST, balance=True).metrics(group.work, num_mini_batch_rows=4)
+    metrics = RowWork.of(batch, COST, balance=True).metrics(group.work, num_of_step=4)
     values = {name: metric.value for name, metric in metrics.items()}
     # Unbalanced: rank 0 has rows 0, 1, 4, 5 (24 tokens), rank 1 the others (10); the slower one sets the pace.
     assert values == {
@@ -94,12 +102,38 @@ def test_the_imbalance_before_and_after_is_reported(batch: DataProto, group: Loc
 def test_the_imbalance_is_that_of_each_mini_batch():
     # Three mini-batches of two rows, a row each for two ranks, without attention or head: 4 FLOPs a token. The slower
     # rank has 8, 6 and 5 tokens; even ranks would have (8 + 1) / 2, (6 + 2) / 2 and (3 + 5) / 2.
-    tokens = torch.tensor([8, 1, 2, 6, 3, 5])
-    mask = torch.arange(8) < tokens[:, None]
-    batch = DataProto.from_dict(tensors=columns(mask, torch.zeros(6, 4)))
+    batch = rows_of([8, 1, 2, 6, 3, 5])
     cost = ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=())
     metrics = RowWork.of(batch, cost, balance=False).metrics(
-        LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, num_mini_batch_rows=2
+        LocalWorkerGroup(ClassWithInitArgs(Summing), world_size=2).work, num_of_step=2
     )
     for name in ("unbalanced", "balanced"):
         assert metrics[f"perf/imbalance/{name}"].value == pytest.approx((8 + 6 + 5) / (4.5 + 4 + 4))
+
+
+# Samples of 8, 4 + 3, 2 and 1 + 4 tokens.
+SAMPLES = {"lengths": [8, 4, 3, 2, 1, 4], "sample_id": torch.tensor([5, 2, 2, 9, 0, 0])}
+
+
+def test_ranks_get_whole_samples_of_even_work(group: LocalWorkerGroup):
+    batch = rows_of(**SAMPLES)
+    work = RowWork.of(batch, ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=()), balance=True)
+    assert (work.num_samples, work.sample_of_row.tolist()) == (4, [0, 1, 1, 2, 3, 3])
+    # 8 + 2 tokens and 7 + 5; single rows could be 11 and 11.
+    on_rank = work.submit(group.ranks, batch).get().batch["rank"].tolist()
+    assert [on_rank[0] == rank for rank in on_rank] == [True, False, False, True, False, False]
+    assert work.submit(group.work, batch).get().batch["sum"].tolist() == [10, 12, 12, 10, 12, 12]
+    metrics = {name: metric.value for name, metric in work.metrics(group.work, num_of_step=4).items()}
+    assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (10, 12)
+    assert metrics["perf/imbalance/balanced"] == pytest.approx(12 / 11)
+
+
+def test_a_mini_batch_is_as_many_samples_of_which_each_rank_has_a_share(group: LocalWorkerGroup):
+    batch = rows_of(**SAMPLES)
+    for balance in (False, True):
+        work = RowWork.of(batch, COST, balance=balance)
+        seen = work.submit(group.ranks, batch, num_of_step=2).get().batch
+        assert seen["mini_batch"].tolist() == [0, 0, 0, 1, 1, 1]
+        rank_S = seen["rank"][torch.tensor([0, 1, 3, 4])]
+        assert seen["rank"].tolist() == rank_S[work.sample_of_row].tolist()
+        assert rank_S.view(2, 2).sort().values.tolist() == [[0, 1], [0, 1]]

@@ -11,6 +11,8 @@ import torch
 
 from verl_like.algorithms.kl import FixedKLController
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -22,7 +24,9 @@ from verl_like.workers.planning.flops import ModelCost
 
 # Two responses to each of two prompts. The trainer's probability over the rollout's, 1/2 for every token.
 RATIOS = torch.tensor([[1.5, 1.0, 0.5], [1.8, 0.5, 1.0], [0.25, 0.25, 1.0], [1.0, 1.0, 1.0]])
+# A tool wrote the middle token of the last one.
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1], [1, 0, 1]])
+ATTENDED = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1], [1, 1, 1]])
 SCORES = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
 COMPUTE = {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "blocking": False}
 
@@ -32,10 +36,10 @@ class Models(Worker):
 
     @register(**COMPUTE)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        attention_mask = torch.cat([torch.ones(4, 2, dtype=torch.long), MASK], dim=1)
+        attention_mask = torch.cat([torch.ones(4, 2, dtype=torch.long), ATTENDED], dim=1)
         rollout_log_probs = torch.full((4, 3), math.log(0.5))
         columns = {"response_mask": MASK, "attention_mask": attention_mask, "rollout_log_probs": rollout_log_probs}
-        columns["position_ids"] = attention_mask.cumsum(dim=1) - 1
+        columns |= {"input_ids": attention_mask, "responses": ATTENDED}
         return DataProto.from_dict(tensors=columns)
 
     @register(**COMPUTE, reads=["rollout_log_probs"], writes=["old_log_probs"])
@@ -72,9 +76,9 @@ def experience(*settings: str, **correction: Any) -> Experience:
         timer=lambda phase: contextlib.nullcontext(),
     )  # fmt: skip
     prompts = DataProto.from_dict(
-        tensors={"input_ids": torch.ones(2, 2, dtype=torch.long)},
+        tensors={"prompts": jagged_from_lists([[1, 1]] * 2, torch.int64)},
         non_tensors={"uid": np.array(["0-0", "0-1"], dtype=object)},
-        meta_info={"global_steps": 3},
+        meta_info={"global_steps": 3, "padding": (2, 3, 0)},
     )
     return maker.make(prompts)
 
@@ -84,7 +88,7 @@ def test_weights_and_the_narrower_mask_reach_the_losses_and_advantages_count_eve
         rollout_is="token", rollout_is_threshold=1.25, rollout_rs="token_k1,seq_mean_k1",
         rollout_rs_threshold="0.5_1.9,0.6_1.6",
     )  # fmt: skip
-    columns, metrics = made.batch.batch, metric_values(made.metrics)
+    columns, metrics = padded(made.batch).batch, metric_values(made.metrics)
     weights = [[1.25, 1.0, 0.5], [1.25, 0, 0], [0.25, 0.25, 1.0], [1.0, 0, 1.0]]
     torch.testing.assert_close(columns["rollout_is_weights"], torch.tensor(weights))
     # The rollout's ratio 2 is above 1.9 in the first response's last token, where its reward is; the second response's
@@ -104,7 +108,7 @@ def test_weights_and_the_narrower_mask_reach_the_losses_and_advantages_count_eve
 def test_the_metrics_of_the_batch_count_what_was_sampled_and_show_the_drift_without_any_correction():
     settings = {"rollout_rs": "seq_sum_k2", "rollout_rs_threshold": 0.1}
     plain, narrowed = experience(), experience(**settings)
-    assert narrowed.batch.batch["response_mask"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 0, 1]]
+    assert padded(narrowed.batch).batch["response_mask"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 0, 1]]
     metrics = [metric_values(batch_metrics(made.batch, 2, 3)) for made in (plain, narrowed)]
     assert metrics[0] == pytest.approx(metrics[1], nan_ok=True)  # the rollout's equal probabilities correlate with none
     assert metrics[0]["response_length/mean"] == 9 / 4
@@ -115,7 +119,7 @@ def test_the_metrics_of_the_batch_count_what_was_sampled_and_show_the_drift_with
 
 def test_bypass_takes_the_rollouts_log_probabilities_and_compares_nothing():
     made = experience(bypass_mode=True)
-    columns = made.batch.batch
+    columns = padded(made.batch).batch
     assert torch.equal(columns["old_log_probs"], columns["rollout_log_probs"])
     assert not {"rollout_is_weights", "sampled_mask"} & set(columns.keys())
     drift = [name for name in batch_metrics(made.batch, 2, 3) if name.startswith(("rollout_corr/", "training/"))]
@@ -135,8 +139,8 @@ def test_a_loss_selects_among_the_tokens_that_are_left():
     # The first token of the first response has the largest covariance; then it is rejected.
     loss = "actor_rollout_ref.actor.policy_loss"
     settings = [f"{loss}.loss_mode=kl_cov", f"{loss}.kl_cov_ratio=0.2"]
-    selected = experience(*settings).batch.batch["selected_tokens"]
+    selected = padded(experience(*settings).batch).batch["selected_tokens"]
     assert selected.nonzero().tolist() == [[0, 0]]
-    left = experience(*settings, rollout_rs="token_k1", rollout_rs_threshold="0.7_5.0")
-    assert left.batch.batch["response_mask"].tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
-    assert left.batch.batch["selected_tokens"].nonzero().tolist() == [[0, 1]]
+    left = padded(experience(*settings, rollout_rs="token_k1", rollout_rs_threshold="0.7_5.0").batch).batch
+    assert left["response_mask"].tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
+    assert left["selected_tokens"].nonzero().tolist() == [[0, 1]]

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, Metric, metric_values
+from verl_like.protocol.padded import padded, view_of_samples
+from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.trainer.config import ConfigError, load_ppo_config
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.scoring import groups_differ, scores_by_reward
@@ -27,45 +29,66 @@ SCORES = {
 
 def scored_batch(uids, skipped=(), extra=None):
     """Three responses of two tokens to each prompt."""
-    scores_B = torch.tensor([SCORES[uid] for uid in uids], dtype=torch.float32).flatten()
-    is_skipped_B = torch.zeros(len(scores_B), dtype=torch.bool)
+    scores = [score for uid in uids for score in SCORES[uid]]
+    is_skipped_B = torch.zeros(len(scores), dtype=torch.bool)
     is_skipped_B[list(skipped)] = True
+    ones = jagged_from_lists([[1, 1]] * len(scores), torch.int64)
     return DataProto.from_dict(
         tensors={
-            "response_mask": torch.ones(len(scores_B), 2, dtype=torch.long),
-            "rule_scores": torch.stack([torch.zeros_like(scores_B), scores_B], dim=1),
+            **dict.fromkeys(("prompts", "responses", "response_mask"), ones),
+            "rule_scores": jagged_from_lists([[0, score] for score in scores], torch.float32),
             "is_skipped": is_skipped_B,
         },
         non_tensors={"uid": np.repeat(np.array(list(uids), dtype=object), 3), **(extra or {})},
+        meta_info={"padding": (2, 2, 0)},
     )
+
+
+def with_turns(batch):
+    """The batch with two rows for the second response to each prompt, each of which has half of its score."""
+    is_second_B = np.arange(len(batch)) % 3 == 1
+    rows = np.repeat(np.arange(len(batch)), 1 + is_second_B)
+    turns = batch[rows]
+    turns.batch["sample_id"] = torch.from_numpy(rows) + 20
+    jagged_parts(turns.batch["rule_scores"])[0].view(-1, 2)[is_second_B[rows]] /= 2
+    return turns
 
 
 class ScriptedMaker(ExperienceMaker):
     """Generates and scores by the table above."""
 
+    scored_batch = staticmethod(scored_batch)
+
     def generate_with_baselines(self, prompts, generation=None):
         uids = prompts.non_tensor_batch["uid"].tolist()
         assert prompts.meta_info == {"global_steps": 7}
-        batch = scored_batch(uids)
+        batch = self.scored_batch(uids)
         scores = batch.select(batch_keys=["rule_scores", "is_skipped"], non_tensor_batch_keys=[])
         scores.meta_info["metrics"] = {"reward/num_skipped": Metric.sum(len(uids))}
         pending = SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: scores))
-        return batch.select(batch_keys=["response_mask"]), pending, {"rollout/other": Metric.sum(1)}
+        batch.batch = batch.batch.exclude("rule_scores", "is_skipped")
+        return batch, pending, {"rollout/other": Metric.sum(1)}
+
+
+class TurnsMaker(ScriptedMaker):
+    """Of three samples the second one has two rows."""
+
+    scored_batch = staticmethod(lambda uids: with_turns(scored_batch(uids)))
 
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=3"]
 
 
-def maker(estimator, **algorithm):
+def maker(estimator, kind=ScriptedMaker, **algorithm):
     settings = [f"algorithm.{key}={json.dumps(value)}" for key, value in algorithm.items()]
     config = load_ppo_config([*REQUIRED, f"algorithm.adv_estimator={estimator}", *settings])
     others = dict.fromkeys(["rule_scorer", "kl_controller", "model_cost", "timer"])
-    return ScriptedMaker(config=config, groups={}, reward_columns={"rule_scores": 3.0}, **others)
+    return kind(config=config, groups={}, reward_columns={"rule_scores": 3.0}, **others)
 
 
 def prompts_of(*uids, **meta_info):
     return DataProto.from_dict(
-        tensors={"input_ids": torch.zeros(len(uids), 1)},
+        tensors={"prompts": jagged_from_lists([[1]] * len(uids), torch.int64)},
         non_tensors={"uid": np.array(uids, dtype=object)},
         meta_info=meta_info,
     )
@@ -73,14 +96,25 @@ def prompts_of(*uids, **meta_info):
 
 def made(max_num_gen_batches, *batches):
     """The prompts of the batch's responses and the metrics, when the batches of prompts come one after the other."""
+    return names_and_counts(*sampled(ScriptedMaker, max_num_gen_batches, *batches), batches)
+
+
+def sampled(kind, max_num_gen_batches, *batches):
+    """The batch and the metrics."""
     more = iter([prompts_of(*uids) for uids in batches[1:]])
     options = {"filter_groups.enable": True, "filter_groups.max_num_gen_batches": max_num_gen_batches}
     first = prompts_of(*batches[0], global_steps=7)
-    batch, scores, metrics = maker("grpo", **options).sample(first, lambda: next(more))
+    batch, scores, metrics = maker("grpo", kind, **options).sample(first, lambda: next(more))
     assert scores is None
-    uids = batch.non_tensor_batch["uid"].reshape(-1, 3)
+    return batch, metrics
+
+
+def names_and_counts(batch, metrics, batches):
+    """The prompts of the samples, and the numbers of what was kept and dropped."""
+    view = view_of_samples(batch)
+    uids = view.non_tensor_batch["uid"].reshape(-1, 3)
     assert (uids == uids[:, :1]).all()  # the samples of a prompt stay together
-    assert batch.batch["rule_scores"].sum(-1).reshape(-1, 3).tolist() == [SCORES[uid] for uid in uids[:, 0]]
+    assert view.batch["rule_scores"].sum(-1).reshape(-1, 3).tolist() == [SCORES[uid] for uid in uids[:, 0]]
     values = metric_values(metrics)
     assert values["reward/num_skipped"] == sum(map(len, batches)) and values["rollout/other"] == len(batches)
     return "".join(uids[:, 0]), [
@@ -104,6 +138,26 @@ def test_after_the_last_allowed_batch_dropped_prompts_fill_the_rest_in_their_ord
     assert made(2, "acf", "fda") == ("dac", [2, 5, 2, 0])
 
 
+@pytest.mark.parametrize(
+    ("max_num_gen_batches", "batches", "names", "counts"),
+    [(5, ("acb", "deg"), "bde", [2, 2, 0, 1]), (2, ("acf", "fda"), "dac", [2, 5, 2, 0])],
+)
+def test_samples_of_several_rows_count_as_one_and_come_out_whole(max_num_gen_batches, batches, names, counts):
+    batch, metrics = sampled(TurnsMaker, max_num_gen_batches, *batches)
+    assert names_and_counts(batch, metrics, batches) == (names, counts)
+    assert batch.non_tensor_batch["uid"].tolist() == [name for name in names for _ in range(4)]
+    # The same numbers of two batches of prompts are samples of their own.
+    assert batch.batch["sample_id"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8]
+
+
+def test_groups_of_samples_with_several_rows_differ_by_their_sums_on_all_rows():
+    assert groups_differ(with_turns(scored_batch("abc")), "reward").tolist() == [False] * 4 + [True] * 4 + [False] * 4
+    # A number beside the score is that of the sample's first row, as is whether it was skipped.
+    batch = with_turns(scored_batch("ad", extra={"reward_extra/acc": np.array([1, 2, 1, 3, 3, 3.0])}))
+    batch.non_tensor_batch["reward_extra/acc"][[2, 6]] = 9
+    assert groups_differ(batch, "acc").tolist() == [True] * 4 + [False] * 4
+
+
 def test_groups_differ_by_the_score_or_a_named_number_of_the_responses_that_were_scored():
     # b without its second response: 0, 0. d without two: one score is no difference.
     batch = scored_batch(
@@ -120,7 +174,7 @@ def test_groups_differ_by_the_score_or_a_named_number_of_the_responses_that_were
 def test_equal_numbers_do_not_differ_though_their_mean_is_rounded(number):
     # Eight times 0.1 has the mean 0.09999999999999999 in float64.
     batch = scored_batch("b" * 8)
-    batch.batch["rule_scores"] = torch.full((24, 2), number)
+    batch.batch["rule_scores"] = torch.full_like(batch.batch["rule_scores"], number)
     batch.non_tensor_batch |= {"uid": np.repeat(["x", "y"], [8, 16]), "reward_extra/acc": np.full(24, number)}
     assert not groups_differ(batch, "reward").any() and not groups_differ(batch, "acc").any()
 
@@ -141,7 +195,7 @@ def test_a_number_that_is_missing_or_of_a_skipped_sample_makes_no_difference():
 
 def test_rewards_by_name_are_the_weighted_columns_and_the_numbers_on_the_last_token():
     words = np.array(["x", "y", "z"], dtype=object)
-    batch = scored_batch("b", extra={"reward_extra/acc": np.array([0.5, 0.25, 2]), "reward_extra/word": words})
+    batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([0.5, 0.25, 2]), "reward_extra/word": words}))
     batch.batch["response_mask"][2, 1] = 0
     rewards = scores_by_reward(batch, {"rule_scores": 3.0})
     assert list(rewards) == ["rule_scores", "acc"]
@@ -152,7 +206,7 @@ def test_rewards_by_name_are_the_weighted_columns_and_the_numbers_on_the_last_to
 def test_gdpo_gets_the_rewards_that_its_keys_name():
     # The scores 0, 1, 0 deviate from their mean by (-1, 2, -1) / 3, with std 1 / sqrt(3); the weight of 3 cancels;
     # acc deviates by 1, 0, -1 and has std 1. The sum with the weights 1 and 2 is whitened over two tokens each.
-    batch = scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])})
+    batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])}))
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "gdpo_reward_weights": [1.0, 2.0]}
     maker("gdpo", **options).compute_advantages(batch)
@@ -164,7 +218,7 @@ def test_gdpo_gets_the_rewards_that_its_keys_name():
 
 def test_gdpo_without_the_division_counts_rewards_by_the_weights_of_their_columns():
     # The scores 0, 1, 0 weigh 3: they deviate from their mean by -1, 2, -1. acc deviates by 1, 0, -1.
-    batch = scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])})
+    batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])}))
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "norm_adv_by_std_in_grpo": False}
     maker("gdpo", **options).compute_advantages(batch)
@@ -174,7 +228,7 @@ def test_gdpo_without_the_division_counts_rewards_by_the_weights_of_their_column
 
 
 def test_one_missing_number_leaves_the_advantages_of_all_samples_numbers():
-    batch = scored_batch("be", extra={"reward_extra/acc": np.array([2.0, 1, NAN, 5, 6, 9])})
+    batch = padded(scored_batch("be", extra={"reward_extra/acc": np.array([2.0, 1, NAN, 5, 6, 9])}))
     batch.batch["token_level_rewards"] = torch.zeros(6, 2)
     maker("gdpo", gdpo_reward_keys=["rule_scores", "acc"]).compute_advantages(batch)
     advantages = batch.batch["advantages"]

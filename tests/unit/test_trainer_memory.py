@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from verl_like.protocol import DataProto
+from verl_like.protocol.padded import without_padding
 from verl_like.trainer import run
 from verl_like.trainer.config import PPOConfig, load_config, load_ppo_config
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig
@@ -19,7 +21,7 @@ from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig,
 from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
-from verl_like.workers.models.packing import pack
+from verl_like.workers.models.packing import Rows, pack
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
@@ -398,14 +400,15 @@ def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bo
     if checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     rows, length = 2, 64
-    packed = pack(
+    input_ids = torch.randint(0, 64, (rows, length))
+    in_verls_layout = DataProto.from_dict(
         {
-            "input_ids": torch.randint(0, 64, (rows, length)),
+            "input_ids": input_ids,
             "attention_mask": torch.ones(rows, length, dtype=torch.long),
-            "position_ids": torch.arange(length).repeat(rows, 1),
-            "response_mask": torch.ones(rows, length // 2, dtype=torch.long),
+            "responses": input_ids[:, length // 2 :],
         }
     )
+    packed = pack(Rows.of(without_padding(in_verls_layout, pad_token_id=0)))
     own = {parameter.untyped_storage().data_ptr() for parameter in hf.parameters()}
     saved: dict[int, torch.Tensor] = {}
 

@@ -5,14 +5,18 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
+from verl_like.protocol.padded import without_padding
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.trainer.metrics import batch_metrics, validation_metrics
 
 
 def small_batch() -> DataProto:
-    """Two prompts of 1 and 2 tokens (P = 2), responses of 2 and 1 tokens (R = 2)."""
-    return DataProto.from_dict(
+    """Two prompts of 1 and 2 tokens (P = 2), responses of 2 tokens (R = 2), the last of which a tool wrote."""
+    in_verls_layout = DataProto.from_dict(
         tensors={
-            "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]),
+            "input_ids": torch.ones(2, 4, dtype=torch.int64),
+            "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
+            "responses": torch.ones(2, 2, dtype=torch.int64),
             "response_mask": torch.tensor([[1, 1], [1, 0]]),
             "token_level_scores": torch.tensor([[0.0, 1.0], [0.5, 9.0 * 0]]),
             "token_level_rewards": torch.tensor([[-0.1, 0.9], [0.5, 0.0]]),
@@ -23,6 +27,14 @@ def small_batch() -> DataProto:
             "old_log_probs": torch.log(torch.tensor([[0.5, 0.35], [0.6, 0.1]])),
         }
     )
+    return without_padding(in_verls_layout, pad_token_id=0)
+
+
+def with_mask(*rows: list[int]) -> DataProto:
+    """The small batch with this `response_mask`."""
+    batch = small_batch()
+    batch.batch["response_mask"] = jagged_from_lists(rows, torch.int64)
+    return batch
 
 
 def test_batch_metrics_count_response_tokens_only():
@@ -33,7 +45,7 @@ def test_batch_metrics_count_response_tokens_only():
     assert metrics["critic/advantages/max"] == 2.0 and metrics["critic/advantages/min"] == -3.0
     assert metrics["response_length/mean"] == 1.5 and metrics["response_length/clip_ratio"] == 0.5
     assert metrics["prompt_length/max"] == 2 and metrics["prompt_length/clip_ratio"] == 0.5
-    assert metrics["perf/total_num_tokens"] == 6
+    assert metrics["perf/total_num_tokens"] == 7
 
 
 def test_explained_variance_compares_the_residual_with_the_returns():
@@ -51,30 +63,46 @@ def test_drift_is_the_difference_of_probabilities_not_of_log_probabilities():
 
 
 def test_drift_needs_two_tokens_for_a_spread():
-    batch = small_batch()
-    batch.batch["response_mask"] = torch.tensor([[1, 0], [1, 0]])
-    metrics = metric_values(batch_metrics(batch, 2, 2))
+    metrics = metric_values(batch_metrics(with_mask([1, 0], [1, 0]), 2, 2))
     assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.2 / 2**0.5, abs=1e-6)  # of 0 and 0.2
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
-    batch.batch["response_mask"] = torch.tensor([[1, 0], [0, 0]])
-    assert not any("rollout_" in name for name in batch_metrics(batch, 2, 2))
+    assert not any("rollout_" in name for name in batch_metrics(with_mask([1, 0], [0, 0]), 2, 2))
 
 
 def test_a_batch_in_which_every_sample_was_skipped_has_no_token_metrics():
-    batch = small_batch()
-    batch.batch["response_mask"] = torch.zeros(2, 2, dtype=torch.long)
+    batch = with_mask([0, 0], [0, 0])
     metrics = metric_values(batch_metrics(batch, 2, 2))
     assert "critic/advantages/mean" not in metrics and "response_length/mean" not in metrics
-    assert metrics["perf/total_num_tokens"] == 6  # they were generated all the same
+    assert metrics["perf/total_num_tokens"] == 7  # they were generated all the same
     merged = metric_values(merge_metrics([batch_metrics(batch, 2, 2), batch_metrics(small_batch(), 2, 2)]))
     assert merged["response_length/clip_ratio"] == 0.5  # of the two responses that count
 
 
 def test_a_skipped_sample_counts_neither_as_a_short_response_nor_as_a_score_of_zero():
-    batch = small_batch()
-    batch.batch["response_mask"] = torch.tensor([[1, 1], [0, 0]])
-    metrics = metric_values(batch_metrics(batch, 2, 2))
+    metrics = metric_values(batch_metrics(with_mask([1, 1], [0, 0]), 2, 2))
     assert metrics["response_length/mean"] == 2 and metrics["critic/score/mean"] == 1.0
+
+
+def test_samples_of_several_rows_count_as_one():
+    # Two rows, of 2 and 1 tokens after a prompt of 1 and, with the first response, 3; and a row of 2 tokens after 2.
+    scores, advantages = [[0.0, 0.25], [0.75], [0.0, 0.5]], [[1.0, 1.0], [1.0], [-3.0, -3.0]]
+    of_tokens = {"token_level_scores": scores, "token_level_rewards": scores, "advantages": advantages}
+    of_tokens |= {"returns": advantages, "rollout_log_probs": scores, "old_log_probs": scores}
+    tensors = {name: jagged_from_lists(rows, torch.float32) for name, rows in of_tokens.items()}
+    tensors |= dict.fromkeys(("responses", "response_mask"), jagged_from_lists([[1, 1], [1], [1, 1]], torch.int64))
+    tensors["prompts"] = jagged_from_lists([[1], [1, 1, 1], [1, 1]], torch.int64)
+    tensors["sample_id"] = torch.tensor([7, 7, 4])
+    batch = DataProto.from_dict(tensors, meta_info={"padding": (3, 4, 0)})
+    metrics = metric_values(batch_metrics(batch, max_prompt_length=3, max_response_length=4))
+    assert [metrics[f"critic/score/{name}"] for name in ("mean", "max", "min")] == [0.75, 1.0, 0.5]
+    assert metrics["critic/rewards/mean"] == 0.75
+    assert metrics["critic/advantages/mean"] == pytest.approx((3 * 1 - 2 * 3) / 5)
+    assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [2.5, 3, 2]
+    assert [metrics[f"prompt_length/{name}"] for name in ("mean", "max", "min")] == [1.5, 2, 1]
+    assert metrics["perf/total_num_tokens"] == 1 + 3 + 2 + 5
+    batch.batch["response_mask"] = jagged_from_lists([[0, 0], [0], [1, 1]], torch.int64)  # the first was skipped
+    metrics = metric_values(batch_metrics(batch, max_prompt_length=3, max_response_length=4))
+    assert (metrics["critic/score/mean"], metrics["response_length/mean"], metrics["prompt_length/mean"]) == (0.5, 2, 2)
 
 
 Sample = tuple[str, str, dict[str, float]]

@@ -78,8 +78,8 @@ TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [f"role_mapping.{
 def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, settings, floats):
     path, model = tiny_llama()
     config = config_of(path, *settings)
-    # 3 int64 of T = 12, 1 of P = 8, 2 of R = 4, 1 of a row; float32 of R and 1 of a row; 2 booleans of a row.
-    row = 8 * (3 * 12 + 8 + 2 * 4 + 1) + 4 * (floats * 4 + 1) + 2
+    # 1 int64 of P = 8, 2 of R = 4, 2 of a row; float32 of R and 1 of a row; 2 booleans of a row.
+    row = 8 * (8 + 2 * 4 + 2) + 4 * (floats * 4 + 1) + 2
     rows, weights = step_bytes(config).values()
     assert rows == 2 * 18 * row
     assert weights == 2 * sum(parameter.numel() for parameter in model.parameters())

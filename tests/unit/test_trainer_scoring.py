@@ -9,6 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller import CallEvent
 from verl_like.trainer.scoring import (
@@ -52,7 +54,7 @@ def prompts() -> DataProto:
     """Three prompts, of which the reward model alone judges the second."""
     styles = ["rule", "model", "rule"]
     return DataProto.from_dict(
-        tensors={"input_ids": torch.zeros(3, 1)},
+        tensors={"prompts": jagged_from_lists([[2], [3, 3], [4]], torch.int64)},
         non_tensors={
             "uid": np.array(["a", "b", "c"], dtype=object),
             "data_source": np.array(["from a", "from b", "from c"], dtype=object),
@@ -66,11 +68,13 @@ def prompts() -> DataProto:
 
 
 def generated(scorer: RuleScorer, texts: list[str]) -> DataProto:
-    """A batch of these responses, each with end of sequence and padding, R = 4."""
+    """A batch of these responses, each with end of sequence, R = 4."""
     token_ids = [scorer.tokenizer(text, add_special_tokens=False)["input_ids"] + [1] for text in texts]
-    responses = torch.tensor([ids + [0] * (4 - len(ids)) for ids in token_ids])
-    mask = torch.tensor([[1] * len(ids) + [0] * (4 - len(ids)) for ids in token_ids])
-    return DataProto.from_dict(tensors={"responses": responses, "response_mask": mask})
+    responses = jagged_from_lists(token_ids, torch.int64)
+    columns = {"prompts": jagged_from_lists([[2]] * len(texts), torch.int64), "responses": responses}
+    return DataProto.from_dict(
+        {**columns, "response_mask": torch.ones_like(responses)}, meta_info={"padding": (2, 4, 0)}
+    )
 
 
 def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer):
@@ -85,7 +89,9 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     result = pending.complete(batch).get()
     expected = torch.zeros(6, 4)
     expected[0, 1], expected[1, 2], expected[5, 3] = 1.0, 22.0, 333.0  # at the end of sequence
-    assert torch.equal(result.batch["rule_scores"], expected) and result.batch["rule_scores"].dtype == torch.float32
+    scores = padded(batch.union(result)).batch["rule_scores"]
+    assert torch.equal(scores, expected) and scores.dtype == result.batch["rule_scores"].dtype == torch.float32
+    assert [len(row) for row in result.batch["rule_scores"].unbind()] == [2, 3, 2, 2, 2, 4]
     assert result.batch["is_skipped"].tolist() == [False, False, False, False, True, False]
     said = ["from a 1 0 0", "from a 22 0 0", None, None, None, "from c 333 2 20"]
     assert result.non_tensor_batch["reward_extra/said"].tolist() == said
@@ -122,14 +128,14 @@ def test_a_number_of_other_data_sources_is_missing_in_a_batch_and_ends_no_run(sc
     assert np.isnan(batch.non_tensor_batch["reward_extra/length"]).tolist() == [True] * 3
     batch.non_tensor_batch["uid"] = np.array(["a", "a", "a"], dtype=object)
     assert groups_differ(batch, "length").tolist() == [False] * 3
-    assert scores_by_reward(batch, {})["length"].isnan().any(-1).all()
-    assert reward_means(batch, {}) == {}
+    assert scores_by_reward(padded(batch), {})["length"].isnan().any(-1).all()
+    assert reward_means(padded(batch), {}) == {}
 
 
 def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer: RuleScorer):
     scorer.scores_every_row = True
     result = PendingScores(scorer, prompts(), num_samples=1).complete(generated(scorer, ["1", "2", "y"])).get()
-    assert result.batch["rule_scores"].sum(-1).tolist() == [1.0, 2.0, 0.0]
+    assert [row.sum().item() for row in result.batch["rule_scores"].unbind()] == [1.0, 2.0, 0.0]
     metrics = metric_values(result.meta_info["metrics"])
     assert (metrics["reward/num_skipped"], metrics["reward/num_errors"], metrics["reward/early_ratio"]) == (1, 1, 0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_like.protocol.padded import padded
 from verl_like.rewards.manager import RewardSample
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer import ppo_inputs, ppo_workers
@@ -126,8 +127,9 @@ def test_the_datasets_are_read_as_the_data_settings_say(tmp_path: Path, tiny_lla
     assert [train[i]["data_source"] for i in range(len(train))] == ["a.jsonl", "b.jsonl"] and train.num_filtered == 1
     assert [val[i]["data_source"] for i in range(len(val))] == ["c.jsonl", "c.jsonl"]
     batch = train.collate([train[0], train[1]], epoch=0)
-    assert tokenizer.batch_decode(batch.batch["input_ids"], skip_special_tokens=True) == ["1+1-", "2+2-"]
-    assert batch.batch["input_ids"].shape == (2, 5)
+    assert tokenizer.batch_decode(batch.batch["prompts"].unbind()) == ["1+1-", "2+2-"]
+    assert batch.meta_info["padding"] == (5, config.data.max_response_length, tokenizer.pad_token_id)
+    assert padded(batch).batch["input_ids"].shape == (2, 5)
     truncating = config.model_copy(
         update={"data": config.data.model_copy(update={"filter_overlong_prompts": False, "truncation": "left"})}
     )

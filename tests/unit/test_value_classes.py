@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from verl_like.workers.engine import mesh
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 
 MICRO = MicroBatching(num_rows=1, max_tokens=2, by_tokens=False)
-WORK = RowWork(torch.ones(1).numpy(), torch.ones(1).numpy(), balance=True)
+WORK = RowWork(np.ones(1), np.ones(1), balance=True, sample_starts=np.arange(2))
 VALUES = [
     MICRO,
-    MiniBatch([], num_tokens=1.0, num_sequences=1.0, share=1.0),
+    MiniBatch([], num_tokens=1.0, num_sequences=1.0, share=1.0, response_length=1),
     UpdateSchedule(1, MICRO, epochs=1),
     WORK,
     Experience(DataProto(), WORK, metrics={}),

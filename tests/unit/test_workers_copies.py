@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tiny_worker_models import critic_config, local_group, make_batch, parameters_of, policy_config, write_model
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.worker import Worker, reserve_port
@@ -42,7 +43,7 @@ def compute(group: Any, role: str, data: DataProto | None = None) -> DataProto:
 
 
 def changed(before: DataProto, after: DataProto, role: str) -> list[bool]:
-    return [not torch.equal(before.batch[name], after.batch[name]) for name in COLUMNS[role]]
+    return [not deep_equal(before.batch[name], after.batch[name]) for name in COLUMNS[role]]
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +282,7 @@ def test_a_copy_on_two_ranks_computes_what_one_rank_trained(role, two_ranks, tra
     _, expected, _ = trained[role]
     got = DataProto.concat([found[f"{role} of one rank"] for found in two_ranks])
     for name in COLUMNS[role]:
-        torch.testing.assert_close(got.batch[name], expected.batch[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got.batch[name].values(), expected.batch[name].values(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_copy_on_two_ranks_computes_what_two_ranks_trained(role, two_ranks):
@@ -295,7 +296,7 @@ def test_a_copy_on_one_rank_computes_what_two_ranks_trained(role, copy, two_rank
     copy.load_weights(two_ranks[0][f"{role} exports"], version=5)
     trained = DataProto.concat([found[f"{role} trained"] for found in two_ranks])
     for name, got in compute(copy, role).batch.items():
-        torch.testing.assert_close(got, trained.batch[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got.values(), trained.batch[name].values(), rtol=1e-6, atol=1e-6)
 
 
 def test_both_ranks_notice_a_parameter_that_one_did_not_write(role, two_ranks):

@@ -15,9 +15,11 @@ import torch.multiprocessing as multiprocessing
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_worker_models import (
+    PROMPT,
     VOCABULARY,
     critic_config,
     gradients_of,
+    local_group,
     make_batch,
     policy_config,
     relative_error,
@@ -26,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MiniCPM3Config
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
@@ -86,6 +90,26 @@ CRITICS = {
         "uneven, 1 row": {"micro": 1, **UNEVEN},
     },
 }
+SEQUENCE_MEANS = {"loss_agg_mode": "seq-mean-token-mean"}
+GSPO = {**SEQUENCE_MEANS, "policy_loss": {"loss_mode": "gspo"}}
+SAMPLES = {
+    1: {
+        "vanilla, all samples": SEQUENCE_MEANS,
+        "vanilla, 3 samples": {**SEQUENCE_MEANS, "micro": 3},
+        "vanilla, budget": {**SEQUENCE_MEANS, **BUDGET, "ppo_max_token_len_per_gpu": 22},
+        "gspo, all samples": GSPO,
+        "gspo, 1 sample": {**GSPO, "micro": 1},
+        "gspo, budget": {**GSPO, **BUDGET, "ppo_max_token_len_per_gpu": 22},
+    },
+    4: {
+        "vanilla, 1 sample": {**SEQUENCE_MEANS, "micro": 1, "shares": (5, 5, 4, 2)},
+        "gspo, replicated, budget": {**GSPO, **REPLICATED, **BUDGET, "shares": (3, 8, 0, 5)},
+        "gspo, sequences shared by 2": {**GSPO, **SHARED_BY_2, "micro": 2, "shares": (10, 6)},
+    },
+}
+"""Layouts of rows of which some are one sample."""
+SAMPLE_IDS = [0, 0, 1, 2, 2, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 9]
+"""Of the rows: ten samples, of which six have two."""
 
 
 class CountCollectives(TorchDispatchMode):
@@ -135,14 +159,26 @@ def make_critic(folder, layout, **settings):
     return CriticWorker(critic_config(str(Path(folder, "llama")), prompts=ROWS, **{"micro": ROWS, **settings}), seed=1)
 
 
-def run(worker, mesh, shares, output_path):
+def samples_of_one_or_two_rows():
+    """Rows of ten samples. Some tokens of the responses are not scored, among them all of one sample."""
+    rows = make_batch(rows=ROWS)
+    rows.batch["sample_id"] = torch.tensor(SAMPLE_IDS)
+    mask, starts = jagged_parts(rows.batch["response_mask"])
+    mask[1::4] = 0
+    mask[starts[2] : starts[3]] = 0
+    return rows
+
+
+def run(worker, mesh, rows, shares, output_path):
     """Scores and trains on this rank's shard, as the driver would send it; writes what its result is collected from."""
     worker.init_model()
     shard, is_collect = worker.query_dispatch_collect_info(mesh)
     first = sum(shares[:shard])
-    rows = make_batch(rows=ROWS).select_idxs(list(range(first, first + shares[shard])))
+    rows = rows.select_idxs(list(range(first, first + shares[shard])))
     infer, train = ("compute_log_prob", "update_actor") if mesh == "actor" else ("compute_values", "update_critic")
-    scores = getattr(worker, infer)(rows).batch
+    output = getattr(worker, infer)(rows)
+    beside = rows.select(batch_keys=["prompts", "responses"]).union(output)
+    scores = padded(beside, names=list(output.tensors())).batch
     with CountCollectives() as communication:
         gradients, output = gradients_of(worker, lambda: getattr(worker, train)(rows))
     if is_collect:
@@ -156,12 +192,18 @@ def run(worker, mesh, shares, output_path):
 
 
 def run_layouts(rank, ranks, folder):
-    for role, layouts, make in (("actor", ACTORS[ranks], make_actor), ("critic", CRITICS.get(ranks, {}), make_critic)):
+    for role, layouts, make in (
+        ("actor", ACTORS[ranks], make_actor),
+        ("critic", CRITICS.get(ranks, {}), make_critic),
+        ("samples", SAMPLES.get(ranks, {}), make_actor),
+    ):
+        rows = samples_of_one_or_two_rows() if role == "samples" else make_batch(rows=ROWS)
+        mesh = "critic" if role == "critic" else "actor"
         for layout, settings in layouts.items():
             num_shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
             shares = settings.get("shares", [ROWS // num_shards] * num_shards)
             worker = make(folder, layout, **{name: value for name, value in settings.items() if name != "shares"})
-            run(worker, role, shares, Path(folder, f"{role} {ranks} {layout}"))
+            run(worker, mesh, rows, shares, Path(folder, f"{role} {ranks} {layout}"))
 
 
 def run_rank(rank, ports, folder):
@@ -202,7 +244,7 @@ def collected(folder, role, ranks, layout):
 @pytest.fixture(scope="module", params=MODELS)
 def padded_reference(request, folder):
     """Model, loss, gradients and scores by column of transformers' own padded pass; Llama's in float64."""
-    rows = dict(make_batch(ROWS).batch.items())
+    rows = dict(padded(make_batch(ROWS)).batch.items())
     if request.param == "llama":
         hf = AutoModelForCausalLM.from_pretrained(folder / request.param, attn_implementation="sdpa").double()
         rows = {name: rows[name].double() if rows[name].is_floating_point() else rows[name] for name in rows}
@@ -258,6 +300,75 @@ def test_every_layout_of_the_critic_has_the_same_gradient_and_values(folder):
         scores, gradients, _, _ = collected(folder, "critic", 4, layout)
         assert relative_error(gradients, expected) < 1e-6, layout
         torch.testing.assert_close(scores["values"], expected_scores["values"], rtol=0, atol=1e-5)
+
+
+def loss_of_samples(hf, data, loss_mode):
+    """The actor's objective by the book, row by row without padding: the mean over the samples with scored tokens of
+    the mean over the tokens of all their rows."""
+    rows, means = padded(data).batch, []
+    for sample in sorted(set(SAMPLE_IDS)):
+        terms = []
+        for row in (rows["sample_id"] == sample).nonzero().flatten().tolist():
+            tokens = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
+            count = int(rows["attention_mask"][row, PROMPT:].sum())
+            log_probs_all = torch.log_softmax(hf(tokens).logits[0, -count - 1 : -1] / 0.7, dim=-1)
+            log_prob = log_probs_all.gather(-1, tokens[0, -count:, None])[:, 0]
+            entropy = -(log_probs_all.exp() * log_probs_all).sum(-1)
+            given = [rows[name][row, :count].double() for name in ("old_log_probs", "ref_log_prob", "advantages")]
+            is_scored = rows["response_mask"][row, :count].bool()
+            terms.append([column[is_scored] for column in (log_prob, entropy, *given)])
+        log_prob, entropy, old, ref, advantage = map(torch.cat, zip(*terms, strict=True))
+        if not len(log_prob):
+            continue
+        if loss_mode == "gspo":  # the geometric mean of the ratios of the whole sample
+            ratio = (log_prob - log_prob.detach() + (log_prob - old).detach().mean()).exp()
+        else:
+            ratio = (log_prob - old).exp()
+        surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        if loss_mode == "vanilla":
+            surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate)
+        kl = ((ref - log_prob).exp() - (ref - log_prob) - 1).clamp(-10, 10)
+        means.append((surrogate - 0.01 * entropy + 0.1 * kl).mean())
+    return torch.stack(means).mean()
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+def test_the_tokens_of_all_rows_of_a_sample_are_one_sequence_of_the_loss(folder, loss_mode):
+    data = samples_of_one_or_two_rows()
+    hf = AutoModelForCausalLM.from_pretrained(folder / "llama", attn_implementation="sdpa").double()
+    loss = loss_of_samples(hf, data, loss_mode)
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    for ranks, layout in ((number, layout) for number in SAMPLES for layout in SAMPLES[number] if loss_mode in layout):
+        _, gradients, metrics, _ = collected(folder, "samples", ranks, layout)
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=0, abs=1e-6), (ranks, layout)
+        assert relative_error(gradients, expected) < 1e-6, (ranks, layout)
+    # Where each row is a sample, the gradient is another one.
+    worker = make_actor(folder, "llama", **SAMPLES[1][f"{loss_mode}, all samples"])
+    worker.init_model()
+    each_row = data.select(batch_keys=sorted(data.tensors().keys() - {"sample_id"}))
+    gradients, _ = gradients_of(worker, lambda: worker.update_actor(each_row))
+    assert relative_error(gradients, expected) > 0.1
+
+
+@pytest.mark.parametrize("passes", [{"micro": 2}, {**BUDGET, "ppo_max_token_len_per_gpu": 22}])
+def test_mini_batches_are_of_samples_none_of_which_is_divided(folder, passes):
+    config = policy_config(str(folder / "llama"), prompts=4, ppo_epochs=2, **{**OBJECTIVE, **passes})
+    group = local_group(ActorWorker, config)
+    engine, steps = group.workers[0].engine, [[]]
+    pack, take_step = engine.pack, engine.step
+    engine.pack = lambda rows: steps[-1].append(rows["sample_id"].tolist()) or pack(rows)
+    engine.step = lambda: steps.append([]) or take_step()
+    group.update_actor(samples_of_one_or_two_rows()).get()
+    assert steps.pop() == []
+    # Four samples a step are three steps for ten of them, in each epoch: as equal as can be.
+    of_steps = [sorted(number for of_pass in of_step for number in of_pass) for of_step in steps]
+    assert of_steps == [[0, 0, 1, 2, 2, 3], [4, 4, 5, 5, 6], [7, 7, 8, 9, 9]] * 2
+    for of_pass in (of_pass for of_step in steps for of_pass in of_step):
+        assert all(of_pass.count(number) == SAMPLE_IDS.count(number) for number in of_pass)
+        if "micro" in passes:
+            assert 1 <= len(set(of_pass)) <= 2
+    assert any(len(set(of_pass)) > 1 for of_step in steps for of_pass in of_step)
 
 
 def test_gradients_travel_once_a_step_where_they_may_stay_whole_and_else_in_each_micro_batch(folder):

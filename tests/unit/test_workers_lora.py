@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from verl_like.export import export
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
@@ -76,14 +77,13 @@ def by_peft(path: str, adapter: dict[str, torch.Tensor]) -> PeftModel:
 
 @torch.no_grad()
 def log_probs_of(model: Any, data: DataProto) -> torch.Tensor:
-    """(B, R) log-probabilities of the responses, by transformers, one row without padding at a time."""
-    found = torch.zeros(data.batch["response_mask"].shape, dtype=torch.float64)
-    for row in range(len(data)):
-        ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
-        length = int(data.batch["response_mask"][row].sum())
-        log_probs = (model(input_ids=ids[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)
-        found[row, :length] = log_probs[-length - 1 : -1].gather(-1, ids[-length:, None])[:, 0]
-    return found
+    """Log-probabilities of all response tokens, by transformers, one row at a time."""
+    found = []
+    for prompt, response in zip(data.batch["prompts"].unbind(), data.batch["responses"].unbind(), strict=True):
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1]
+        log_probs = (logits.double() / TEMPERATURE).log_softmax(-1)
+        found.append(log_probs.gather(-1, response[:, None])[:, 0])
+    return torch.cat(found)
 
 
 def test_only_the_adapter_is_trained_and_the_model_computes_as_by_peft(actor: LocalWorkerGroup, path: str):
@@ -94,7 +94,7 @@ def test_only_the_adapter_is_trained_and_the_model_computes_as_by_peft(actor: Lo
     frozen = {name.replace(".base_layer.", "."): p for name, p in actor.workers[0].engine.model.hf.named_parameters()}
     assert all(torch.equal(frozen[name].full_tensor(), value) for name, value in before.items())
     model, data = by_peft(path, adapter), make_batch()
-    log_probs = actor.compute_log_prob(data).get().batch["old_log_probs"].double()
+    log_probs = actor.compute_log_prob(data).get().batch["old_log_probs"].values().double()
     torch.testing.assert_close(log_probs, log_probs_of(model, data), atol=2e-5, rtol=0)
     assert (log_probs - log_probs_of(model.get_base_model(), data)).abs().max() < 2e-5  # injected in place
     with model.disable_adapter():
@@ -106,9 +106,9 @@ def test_the_reference_is_the_actor_without_its_adapter_bit_for_bit(actor: Local
     reference = local_group(ReferenceWorker, policy(path))
     expected = reference.compute_ref_log_prob(data).get().batch["ref_log_prob"]
     before = actor.compute_log_prob(data).get().batch["old_log_probs"]
-    assert torch.equal(actor.compute_ref_log_prob(data).get().batch["ref_log_prob"], expected)
-    assert torch.equal(actor.compute_log_prob(data).get().batch["old_log_probs"], before)
-    assert not torch.equal(before, expected)
+    assert deep_equal(actor.compute_ref_log_prob(data).get().batch["ref_log_prob"], expected)
+    assert deep_equal(actor.compute_log_prob(data).get().batch["old_log_probs"], before)
+    assert not deep_equal(before, expected)
 
 
 def test_a_reference_pass_before_the_first_update_changes_nothing(path: str):
@@ -151,7 +151,7 @@ def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
             assert (weight - base[name]).abs().max() > 1e-4
         torch.testing.assert_close(written[name].double(), weight.double(), atol=1e-6, rtol=0)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    log_probs = actor.compute_log_prob(make_batch()).get().batch["old_log_probs"].double()
+    log_probs = actor.compute_log_prob(make_batch()).get().batch["old_log_probs"].values().double()
     torch.testing.assert_close(log_probs_of(loaded, make_batch()), log_probs, atol=2e-5, rtol=0)
 
 
@@ -261,8 +261,9 @@ def test_a_copy_of_the_actor_computes_what_the_actor_does_with_the_adapter_and_w
     copy.load_weights(actor.export_weights(version=7).get(), version=7)
     pairs = [(group.compute_log_prob(data).get(), group.compute_ref_log_prob(data).get()) for group in (actor, copy)]
     for (one, one_reference), (other, other_reference) in [pairs]:
-        torch.testing.assert_close(one.batch["old_log_probs"], other.batch["old_log_probs"], atol=1e-5, rtol=0)
-        assert torch.equal(one_reference.batch["ref_log_prob"], other_reference.batch["ref_log_prob"])
+        of_both = [each.batch["old_log_probs"].values() for each in (one, other)]
+        torch.testing.assert_close(*of_both, atol=1e-5, rtol=0)
+        assert deep_equal(one_reference.batch["ref_log_prob"], other_reference.batch["ref_log_prob"])
 
 
 def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path):
@@ -270,7 +271,7 @@ def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path
     critic = local_group(CriticWorker, config, seed=3)
     copy, data = local_group(CriticCopyWorker, config, seed=3), make_batch()
     before = critic.compute_values(data).get().batch["values"]
-    assert torch.equal(copy.compute_values(data).get().batch["values"], before)
+    assert deep_equal(copy.compute_values(data).get().batch["values"], before)
     critic.update_critic(data).get()
     names = {name.split(".lora_")[0] for name in parameters_of(critic.workers[0])}
     head = {f"score.modules_to_save.default.{leaf}" for leaf in ("weight", "bias")}
@@ -279,16 +280,16 @@ def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path
     }
     copy.load_weights(critic.export_weights(version=1).get(), version=1)
     values = critic.compute_values(data).get().batch["values"]
-    torch.testing.assert_close(copy.compute_values(data).get().batch["values"], values, atol=1e-5, rtol=0)
-    assert (values - before).abs().max() > 0.01
+    of_copy = copy.compute_values(data).get().batch["values"]
+    torch.testing.assert_close(of_copy.values(), values.values(), atol=1e-5, rtol=0)
+    assert (values.values() - before.values()).abs().max() > 0.01
 
     critic.save_checkpoint(str(tmp_path / "critic/checkpoint"))
     export(tmp_path / "critic", tmp_path / "exported")
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported")
-    ids = data.batch["input_ids"][0][data.batch["attention_mask"][0].bool()]
-    length = int(data.batch["response_mask"][0].sum())
-    expected = model(input_ids=ids[None]).logits[0, -length - 1 : -1, 0]
-    torch.testing.assert_close(values[0, :length], expected, atol=2e-5, rtol=0)
+    prompt, response = (data.batch[name][0] for name in ("prompts", "responses"))
+    expected = model(input_ids=torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1, 0]
+    torch.testing.assert_close(values[0], expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("targets", [("query_key_value",), "all-linear"])
@@ -337,7 +338,7 @@ def trained_on_rank(rank: int, port: int, path: str, folder: str) -> tuple[dict[
     worker = ActorWorker(policy(path, micro=1))
     worker.init_model()
     for seed in (0, 1):
-        reference = worker.compute_ref_log_prob(half(rank)).batch["ref_log_prob"]
+        reference = worker.compute_ref_log_prob(half(rank)).batch["ref_log_prob"].values()
         worker.update_actor(half(rank, seed))
     worker.save_hf(folder)
     found = parameters_of(worker), reference
@@ -360,7 +361,7 @@ def test_two_ranks_train_the_adapter_that_one_rank_trains(path: str, tmp_path: P
         (adapter, first), (_, second) = pool.map(trained_on_rank, range(2), *arguments, timeout=240)
     for name, value in parameters_of(one.workers[0]).items():
         torch.testing.assert_close(adapter[name], value, atol=1e-5, rtol=1e-4)
-    expected = one.compute_ref_log_prob(make_batch()).get().batch["ref_log_prob"]
+    expected = one.compute_ref_log_prob(make_batch()).get().batch["ref_log_prob"].values()
     torch.testing.assert_close(torch.cat([first, second]), expected, atol=1e-5, rtol=0)
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
     assert all((files[0][name] - value).abs().max() < 1e-4 for name, value in files[1].items())

@@ -23,7 +23,7 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine import activation_offload
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.models.packed_models import PolicyModel
-from verl_like.workers.models.packing import pack
+from verl_like.workers.models.packing import Rows, pack
 from verl_like.workers.models.pretrained import compile_layers, load_pretrained
 from verl_like.workers.weight_transfer.direct import IpcTransport
 
@@ -59,7 +59,7 @@ class Recorder(ActivationOffload):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_activations_come_back_from_host_memory_as_they_were(model_path, monkeypatch, checkpointing):
     monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
-    packed, results = pack(make_batch().batch), []
+    packed, results = pack(Rows.of(make_batch())), []
     for saving in (None, Recorder()):
         model = policy(model_path, checkpointing=checkpointing)
         model.saving = saving or model.saving
@@ -78,7 +78,7 @@ def test_activations_come_back_from_host_memory_as_they_were(model_path, monkeyp
 def test_small_tensors_stay_where_they_are(model_path):
     model = policy(model_path, checkpointing=True)
     model.saving = Recorder()
-    model(pack(make_batch().batch), 1.0)
+    model(pack(Rows.of(make_batch())), 1.0)
     assert model.saving.stayed and not model.saving.gone
 
 
@@ -152,7 +152,7 @@ def test_layers_are_not_compiled_again_for_every_number_of_sequences(model_path,
     graphs = torch._dynamo.utils.counters["stats"]
     before, sizes = graphs["unique_graphs"], range(3, 13)
     for rows in sizes:
-        model(pack(make_batch(rows).batch), 1.0)
+        model(pack(Rows.of(make_batch(rows))), 1.0)
     assert 0 < graphs["unique_graphs"] - before < len(sizes)
 
 

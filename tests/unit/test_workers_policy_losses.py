@@ -30,6 +30,7 @@ from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.protocol.padded import padded, without_padding
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.planning.partition import rank_shares

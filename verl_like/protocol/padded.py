@@ -1,7 +1,8 @@
 """Padding: what algorithms, and code written for verl, see of rows that have none."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,6 +62,115 @@ class RowPlaces:
         return padded.detach().flatten(0, 1).index_select(0, self.of_values)
 
 
+class PaddedColumns(MutableMapping[str, torch.Tensor]):
+    """The columns of a batch in verl's layout, each padded when it is first read.
+
+    Args:
+        data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see `Padding`.
+        by_sample: with a row for each sample, see `view_of_samples`.
+    """
+
+    def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
+        self.padding, self.columns = Padding.of(data), data.tensors()
+        self.samples = SampleRows.of(data) if by_sample else None
+        if self.samples and self.samples.is_plain:
+            self.samples = None
+        self.batch_size = torch.Size([self.samples.num_samples if self.samples else len(data)])
+        self.device: torch.device | None = None
+        self.response_places: RowPlaces | None = None
+        if "responses" in self.columns:
+            offsets = jagged_parts(self.columns["responses"])[1]
+            self.response_places = RowPlaces(offsets, self.padding.max_response_length)
+        made = ("attention_mask",) if self.samples else VERL_COLUMNS
+        hidden = ("prompts",) if self.samples else ()
+        self.unread = {*self.columns, *made} - {*hidden}
+        """Columns that nobody has read."""
+        self.read: dict[str, torch.Tensor] = {}
+        self.written: dict[str, torch.Tensor] = {}
+        """Columns that were put in."""
+        self.removed: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.unread:
+            self.read[name] = self._make(name)
+            self.unread.remove(name)
+        return self.written[name] if name in self.written else self.read[name]
+
+    def __setitem__(self, name: str, column: torch.Tensor) -> None:
+        self.written[name] = column
+        self.removed.discard(name)
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self.unread.discard(name)
+        self.read.pop(name, None)
+        self.written.pop(name, None)
+        self.removed.add(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.unread or name in self.read or name in self.written
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(sorted(self.unread)), **self.read, **self.written})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _make(self, name: str) -> torch.Tensor:
+        if name in VERL_COLUMNS:
+            return self._made_of_both(name)
+        column = self.columns[name]
+        if not is_jagged(column):
+            return column[self.samples.first_rows] if self.samples else column
+        values, offsets = jagged_parts(column)
+        fill = self.padding.pad_token_id if name in ("prompts", "responses") else 0
+        if name == "prompts":
+            return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True).pad(values, fill)
+        if self.response_places is None or not torch.equal(offsets, jagged_parts(self.columns["responses"])[1]):
+            assert not self.samples, f"{name} has no entry a response token"
+            return column  # of another kind
+        return self._of_samples(self.response_places.pad(values, fill))
+
+    def _made_of_both(self, name: str) -> torch.Tensor:
+        prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
+        in_prompt = RowPlaces(prompt_offsets, self.padding.max_prompt_length, at_end=True)
+        responses = jagged_parts(self.columns["responses"])[0] if self.response_places else None
+        if name == "input_ids":
+            parts = [in_prompt.pad(prompts, self.padding.pad_token_id)]
+            parts += [self["responses"]] if self.response_places else []
+            return torch.cat(parts, dim=1)
+        is_prompt_BP = in_prompt.pad(torch.ones_like(prompts))
+        if name == "position_ids":
+            length = self.padding.max_prompt_length
+            length += self.padding.max_response_length if self.response_places else 0
+            return _positions(is_prompt_BP, length)
+        if self.response_places is None or responses is None:
+            return is_prompt_BP
+        is_response_BR = self.response_places.pad(torch.ones_like(responses))
+        if self.samples:
+            return self._of_samples(is_response_BR)
+        return torch.cat([is_prompt_BP, is_response_BR], dim=1)
+
+    def _of_samples(self, column_BR: torch.Tensor) -> torch.Tensor:
+        return self.samples.fold(column_BR) if self.samples else column_BR
+
+
+class PaddedView(DataProto):
+    """A batch whose columns are `PaddedColumns`; `strip` has what was done with it without padding."""
+
+    def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
+        columns: Any = PaddedColumns(data, by_sample=by_sample)
+        self.batch = columns
+        self.non_tensor_batch, self.meta_info = dict(data.non_tensor_batch), dict(data.meta_info)
+        if columns.samples:
+            first_rows = columns.samples.first_rows.numpy()
+            self.non_tensor_batch = {name: array[first_rows] for name, array in data.non_tensor_batch.items()}
+
+    def check_consistency(self) -> None:
+        """What is in a view is not checked before `strip`."""
+
+
 def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
     """A batch of prompts and responses with padded columns, in verl's layout.
 
@@ -73,25 +183,9 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see `Padding`.
         names: the columns that are wanted; None for all.
     """
-    padding, tensors = Padding.of(data), data.tensors()
-    wanted = {*tensors, *VERL_COLUMNS} if names is None else set(names)
-    prompts, prompt_offsets = jagged_parts(tensors["prompts"])
-    in_prompt = RowPlaces(prompt_offsets, padding.max_prompt_length, at_end=True)
-    made = {"prompts": in_prompt.pad(prompts, padding.pad_token_id)}
-    attended = [in_prompt.pad(torch.ones_like(prompts))]
-    if "responses" in tensors:
-        responses, response_offsets = jagged_parts(tensors["responses"])
-        in_response = RowPlaces(response_offsets, padding.max_response_length)
-        made["responses"] = in_response.pad(responses, padding.pad_token_id)
-        attended.append(in_response.pad(torch.ones_like(responses)))
-        for name in tensors.keys() & wanted - made.keys():
-            if is_jagged(tensors[name]) and torch.equal(jagged_parts(tensors[name])[1], response_offsets):
-                made[name] = in_response.pad(jagged_parts(tensors[name])[0])
-    made["input_ids"] = torch.cat([made[name] for name in ("prompts", "responses") if name in made], dim=1)
-    made["attention_mask"] = torch.cat(attended, dim=1)
-    made["position_ids"] = _positions(attended[0], made["attention_mask"].size(1))
-    columns = {name: column for name, column in {**tensors, **made}.items() if name in wanted}
-    return DataProto.from_dict(columns, data.non_tensor_batch, data.meta_info)
+    columns = PaddedColumns(data)
+    wanted = [name for name in columns if names is None or name in names]
+    return DataProto.from_dict({name: columns[name] for name in wanted}, data.non_tensor_batch, data.meta_info)
 
 
 def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
@@ -100,43 +194,30 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
     return (torch.arange(length) - prompt_mask_BP.size(1) + num_prompt_tokens_B).clamp(min=0)
 
 
-def view_of_samples(data: DataProto) -> DataProto:
-    """What algorithms see of a batch: `padded(data)`, or where samples have several rows, a row for each sample.
+def view_of_samples(data: DataProto) -> PaddedView:
+    """What algorithms see of a batch: as of `padded(data)`, or where samples have several rows, a row for each sample.
 
     Such a row has the response columns of the sample's rows side by side (see `SampleRows`), an `attention_mask` of
-    them alone, and of other columns the entry of the sample's first row. `strip` undoes it.
+    them alone, and of other columns the entry of the sample's first row. Columns are padded when they are read.
     """
-    view = padded(data)
-    samples = SampleRows.of(data)
-    if samples.is_plain:
-        return view
-    width = Padding.of(data).max_response_length
-    columns = view.tensors()
-    columns["attention_mask"] = columns["attention_mask"][:, -width:]
-    for name in ("prompts", "input_ids", "position_ids"):
-        del columns[name]
-    folded = {
-        name: samples.fold(column) if _is_by_token(column, len(data), width) else column[samples.first_rows]
-        for name, column in columns.items()
-    }
-    of_first_rows = {name: array[samples.first_rows.numpy()] for name, array in view.non_tensor_batch.items()}
-    return DataProto.from_dict(folded, of_first_rows, view.meta_info)
+    return PaddedView(data, by_sample=True)
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:
-    """What was done with `view_of_samples(data)` or `padded(data)`, without padding: the batch with the columns that
+    """What was done with a view of a batch, or with `padded(data)`, without padding: the batch with the columns that
     were added or replaced.
 
     A column (B, R, ...) of the view is one by response token, unless the batch has one of this name that is not jagged.
     """
     tensors = data.tensors()
-    arrays = dict(view.non_tensor_batch)
+    columns: Any = view.batch
+    is_view = isinstance(columns, PaddedColumns)
+    samples = columns.samples if is_view else None
     offsets = jagged_parts(tensors["responses"])[1]
     in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
-    samples = SampleRows.of(data) if len(view) < len(data) else None
-    for name, column in view.tensors().items():
+    for name, column in (columns.written if is_view else view.tensors()).items():
         is_dense_before = name in tensors and not is_jagged(tensors[name])
-        if name in (*VERL_COLUMNS, "prompts", "responses") or column.is_nested or (samples and is_dense_before):
+        if name in (*VERL_COLUMNS, "prompts", "responses") or column.is_nested:
             continue
         if samples:
             by_token = column.shape[:2] == (samples.num_samples, samples.most_rows * in_response.shape[1])
@@ -144,14 +225,13 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
         if column.shape[:2] == in_response.shape and not is_dense_before:
             column = torch.nested.nested_tensor_from_jagged(in_response.strip(column), offsets=offsets)
         tensors[name] = column
+    for name in columns.removed if is_view else ():
+        tensors.pop(name, None)
+    arrays = dict(view.non_tensor_batch)
     if samples:
         arrays = {name: array[samples.sample_of_row.numpy()] for name, array in arrays.items()}
         arrays |= data.non_tensor_batch
     return DataProto.from_dict(tensors, arrays, view.meta_info)
-
-
-def _is_by_token(column: torch.Tensor, num_rows: int, width: int) -> bool:
-    return not column.is_nested and column.shape[:2] == (num_rows, width)
 
 
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:

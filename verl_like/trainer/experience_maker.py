@@ -1,5 +1,6 @@
 """The maker: prompts in, experience out."""
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -294,13 +295,14 @@ class ExperienceMaker:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
         columns, algorithm = batch.batch, self.config.algorithm
         estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-        inputs: dict[str, Any] = {**batch.tensors(), "index": batch.non_tensor_batch["uid"], "config": algorithm}
+        inputs: dict[str, Any] = {"index": batch.non_tensor_batch["uid"], "config": algorithm}
         if "scores_by_reward" in self.config.estimator_needs:
             inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
         inputs["options"] = read_options(estimator, algorithm=algorithm)
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
         inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
-        columns["advantages"], columns["returns"] = estimate_advantages(estimator, inputs)
+        of_batch: Any = columns  # which are padded when they are read
+        columns["advantages"], columns["returns"] = estimate_advantages(estimator, ChainMap(inputs, of_batch))
 
     def narrow(self, batch: DataProto, kept_BR: torch.Tensor) -> None:
         """Leaves only `kept_BR` in `response_mask`, which the losses read, and picks tokens for the policy loss.

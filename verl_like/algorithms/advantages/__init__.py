@@ -6,6 +6,7 @@ skipped and counts in no statistic. Its inputs are given by parameter name: `INP
 they are.
 """
 
+import inspect
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,7 +55,7 @@ def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tup
         ValueError: an input it needs is not there, or has another shape than the rewards, or another number of rows.
     """
     shape = inputs["token_level_rewards"].shape
-    for name in INPUTS:
+    for name in inspect.signature(estimator).parameters.keys() & INPUTS.keys():
         given = tuple(getattr(inputs.get(name), "shape", ()))
         if len(given) in (1, 2) and given != shape[: len(given)]:
             raise ValueError(
