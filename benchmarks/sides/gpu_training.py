@@ -16,6 +16,7 @@ from benchmarks.sides.gpu_kernels import report_peak, start_peak
 from benchmarks.sides.gpu_process import seconds_of
 from verl_like.protocol import DataProto, metric_values
 from verl_like.protocol.padded import without_padding
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.attention import choose_attention
@@ -133,7 +134,8 @@ def update(worker: RandomPolicy, batch: DataProto) -> dict[str, float]:
 
 
 def log_probs(worker: RandomPolicy, batch: DataProto) -> torch.Tensor:
-    return worker.compute_log_prob(batch).batch["old_log_probs"]
+    """Of all tokens, (N,)."""
+    return jagged_parts(worker.compute_log_prob(batch).tensors()["old_log_probs"])[0]
 
 
 def report_speed(report: Any, what: str, worker: RandomPolicy, batch: DataProto) -> None:

@@ -28,7 +28,7 @@ from verl_like.workers.models.pretrained import fetch_weights, load_hf_config
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport
 
-# Legend: B rows, R response.
+# Legend: K response tokens of all rows.
 
 MOST_PARAMETERS = 5_000_000
 ENGINE_DEADLINE_S = 120
@@ -72,11 +72,11 @@ def train_family(model_type: str, folder: Path) -> TrainedFamily:
     worker = ActorWorker(settings.model_copy(update={"rollout": rollout}))
     worker.init_model()
     rows = make_batch()
-    trainer_error = largest_difference(log_probs_of(worker, rows), scores_of_single_rows(load(folder), rows), rows)
+    trainer_error = largest_difference(log_probs_of(worker, rows), scores_of_single_rows(load(folder), rows))
     worker.update_actor(rows)
     worker.save_hf(str(folder / "exported"))
     exported_scores = scores_of_single_rows(load(folder / "exported"), rows)
-    export_error = largest_difference(log_probs_of(worker, rows), exported_scores, rows)
+    export_error = largest_difference(log_probs_of(worker, rows), exported_scores)
     export = worker.export_weights(1)
     return TrainedFamily(type(model).__name__, str(folder), worker, export, trainer_error, export_error)
 
@@ -131,33 +131,28 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def log_probs_of(worker: ActorWorker, rows: DataProto) -> torch.Tensor:
-    """(B, R), of packed rows."""
-    return worker.compute_log_prob(rows).batch["old_log_probs"]
+    """(K,), of packed rows."""
+    return worker.compute_log_prob(rows).batch["old_log_probs"].values()
 
 
 @torch.no_grad()
 def scores_of_single_rows(model: PreTrainedModel, rows: DataProto) -> torch.Tensor:
-    """(B, R) log-probabilities, by a pass of each row without padding."""
-    mask_BR = rows.batch["response_mask"].bool()
-    scores_BR = torch.zeros(mask_BR.shape)
-    for row in range(len(rows)):
-        tokens = rows.batch["input_ids"][row][rows.batch["attention_mask"][row].bool()]
-        count = int(mask_BR[row].sum())
-        log_probs = model(tokens[None]).logits[0, -count - 1 : -1].float().log_softmax(-1)
-        scores_BR[row, :count] = log_probs.gather(-1, tokens[-count:, None])[:, 0]
-    return scores_BR
+    """(K,) log-probabilities, by a pass of each row."""
+    scores = []
+    for prompt, response in zip(rows.batch["prompts"].unbind(), rows.batch["responses"].unbind(), strict=True):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1]
+        scores.append(logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    return torch.cat(scores)
 
 
-def largest_difference(first_BR: torch.Tensor, second_BR: torch.Tensor, rows: DataProto) -> float:
-    mask_BR = rows.batch["response_mask"].bool()
-    return (first_BR - second_BR)[mask_BR].abs().max().item()
+def largest_difference(first_K: torch.Tensor, second_K: torch.Tensor) -> float:
+    return (first_K - second_K).abs().max().item()
 
 
 def prompts() -> DataProto:
     rows = make_batch(seed=1)
-    columns = {name: rows.batch[name][:, :PROMPT] for name in ("input_ids", "attention_mask", "position_ids")}
     uids = [f"0-{row}" for row in range(len(rows))]
-    return DataProto.from_dict(columns, {"uid": uids}, {"global_steps": 1})
+    return DataProto.from_dict({"prompts": rows.batch["prompts"]}, {"uid": uids}, {"global_steps": 1})
 
 
 def engine_of(name: str, path: str) -> Any:
@@ -266,5 +261,5 @@ def vllm_process() -> Iterator[VllmProcess]:
 
 def engine_error(family: TrainedFamily, responses: DataProto) -> float:
     """Largest difference of a log-probability between the engine that wrote responses and the trainer."""
-    written_BR = responses.batch["rollout_log_probs"]
-    return largest_difference(written_BR, log_probs_of(family.worker, responses), responses)
+    written_K = responses.batch["rollout_log_probs"].values()
+    return largest_difference(written_K, log_probs_of(family.worker, responses))

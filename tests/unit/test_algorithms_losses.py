@@ -214,9 +214,10 @@ def test_each_aggregation_mode_equals_the_hand_derived_number(mode, expected):
     assert aggregate_over(mask, mode, scale=5.0)(loss_mat, mask).item() == pytest.approx(expected)
 
 
-def test_the_default_scale_of_the_norm_mode_is_the_padded_length():
+def test_the_norm_mode_takes_no_length_from_a_shape():
     loss_mat, mask = torch.tensor([[1.0, 2.0, 3.0, 6.0]]), torch.tensor([[1, 1, 1, 0]])
-    assert aggregate_over(mask, "seq-mean-token-sum-norm")(loss_mat, mask).item() == pytest.approx(6 / 4)
+    with pytest.raises(ValueError, match=r"no loss_scale_factor.*pass data\.max_response_length"):
+        agg_loss(loss_mat, mask, "seq-mean-token-sum-norm")
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -271,9 +272,9 @@ def test_an_unknown_aggregation_mode_lists_the_known_ones():
 def test_without_counts_the_mask_is_the_whole_mini_batch_and_dp_size_is_a_factor(mode):
     loss_mat = torch.tensor([[1.0, 2.0, 3.0], [6.0, 7.0, 100.0], [1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    expected = aggregate_over(mask, mode)(loss_mat, mask).item()
-    assert agg_loss(loss_mat, mask, mode).item() == expected != 0
-    counts = counts_of(mask) | {"dp_size": 3}
+    expected = aggregate_over(mask, mode, scale=5.0)(loss_mat, mask).item()
+    assert agg_loss(loss_mat, mask, mode, loss_scale_factor=5.0).item() == expected != 0
+    counts = counts_of(mask, scale=5.0) | {"dp_size": 3}
     assert agg_loss(loss_mat, mask, mode, **counts).item() == pytest.approx(3 * expected)
     with pytest.raises(ValueError, match="dp_size=3, batch_num_tokens=4, global_batch_size=None"):
         agg_loss(loss_mat, mask, mode, dp_size=3, batch_num_tokens=4)

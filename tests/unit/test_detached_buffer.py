@@ -111,17 +111,13 @@ def test_groups_whose_samples_have_one_or_two_rows_come_out_whole_with_their_sam
     first, second, third, fourth = ledger.take("maker", 0, 4)
     assert buffer.extend("maker", [third, first], groups_with_turns(third, first), {}) == [2, 0]
     assert buffer.extend("maker", [second, fourth], groups_with_turns(second, fourth), {}) == [1, 3]
-    numbers, batch = buffer.take(2, version=0, deadline_s=5)
-    assert numbers == [0, 1]
+    numbers, batch = buffer.take(4, version=0, deadline_s=5)
+    assert numbers == [0, 1, 2, 3]
     tokens = [row.tolist() for row in batch.batch["responses"].unbind()]
-    assert tokens == [[0] * 3, [1], [2] * 2, [3] * 3, [10] * 3, [11], [12] * 2, [13] * 3]
-    assert batch.batch["sample_id"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
+    assert tokens == [[10 * n + row] * (3, 1, 2, 3)[row] for n in range(4) for row in range(4)]
+    # The groups 0 and 3, and 1 and 2, had the same numbers in two batches.
+    assert batch.batch["sample_id"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11]
     assert batch.meta_info == {"padding": (1, 3, 0)}
-    numbers, batch = buffer.take(2, version=0, deadline_s=5)
-    assert numbers == [2, 3]
-    tokens = [row.tolist() for row in batch.batch["responses"].unbind()]
-    assert tokens == [[20] * 3, [21], [22] * 2, [23] * 3, [30] * 3, [31], [32] * 2, [33] * 3]
-    assert batch.batch["sample_id"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
 
 
 def test_groups_that_lack_a_sample_of_several_rows_are_refused():

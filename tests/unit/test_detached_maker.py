@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -185,6 +186,31 @@ def test_experience_is_sent_when_the_trainers_have_what_was_sent_before():
     rows.batch["old_log_probs"] = torch.zeros(len(rows), 2)
     holder.send([], SimpleNamespace(batch=rows, metrics={}))
     assert events == ["waited"]
+
+
+def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: pytest.MonkeyPatch):
+    config = config_of("actor_rollout_ref.rollout.n=2")
+    came: dict[str, Any] = {}
+
+    def side(name: str) -> Any:
+        def remote(maker: str, tickets: Any, rows: DataProto, metrics: Any) -> str:
+            came[name] = [ticket.number for ticket in tickets], rows.non_tensor_batch["uid"].tolist(), metrics
+            assert rows.batch["sample_id"].tolist() == {"trainer_0": [7, 7, 3, 1, 4], "trainer_1": [5, 6, 6]}[name]
+            return name
+
+        return SimpleNamespace(extend=SimpleNamespace(remote=remote))
+
+    own = {"name_in_ledger": "maker_0", "trainer_names": ["trainer_0", "trainer_1"], "sent": {}}
+    holder = maker(config=config, wait_for_sent=lambda: None, **own)
+    monkeypatch.setitem(inspect.unwrap(type(holder).send).__globals__, "side_named", side)
+    # Of each prompt two samples: the first one of 0 and the second one of 1 have two rows.
+    uids = np.array(["0", "0", "0", "1", "1", "1", "2", "2"], dtype=object)
+    columns = {"sample_id": torch.tensor([7, 7, 3, 5, 6, 6, 1, 4]), "old_log_probs": torch.zeros(8, 2)}
+    rows = DataProto.from_dict(columns, {"uid": uids, "policy_version": uids})
+    tickets = [SimpleNamespace(number=number, trainer=number % 2) for number in range(3)]
+    holder.send(tickets, SimpleNamespace(batch=rows, metrics={"a": 1}))
+    assert came == {"trainer_0": ([0, 2], ["0"] * 3 + ["2"] * 2, {"a": 1}), "trainer_1": ([1], ["1"] * 3, {})}
+    assert holder.sent == {"trainer_0": "trainer_0", "trainer_1": "trainer_1"}
 
 
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):

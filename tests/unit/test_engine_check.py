@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_requests import rows_of
 from test_detached_config import config_of
 from test_detached_maker import maker
-from tiny_worker_models import PROMPT, local_group, policy_config, write_model
+from tiny_worker_models import PROMPT, RESPONSE, local_group, policy_config, write_model
 
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
@@ -51,11 +53,9 @@ class FirstPrompts:
         return self.rows[index]
 
     def collate(self, rows: list[list[int]], epoch: int) -> DataProto:
-        mask = torch.tensor([[0] * (PROMPT - len(row)) + [1] * len(row) for row in rows])
-        ids = torch.tensor([[0] * (PROMPT - len(row)) + row for row in rows])
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        return DataProto.from_dict(tensors, {"uid": [f"{epoch}-{index}" for index in range(len(rows))]})
+        tensors = {"prompts": jagged_from_lists(rows, torch.int64)}
+        uids = [f"{epoch}-{index}" for index in range(len(rows))]
+        return DataProto.from_dict(tensors, {"uid": uids}, {"padding": (PROMPT, RESPONSE, 0)})
 
 
 def config_for(path: str, dtype: str = "float32", **model: Any) -> ActorRolloutRefConfig:
@@ -85,7 +85,7 @@ def test_engines_that_compute_the_actors_model_pass(path: str, dtype: str) -> No
     drawn = engine_check.draw(replicas(config, actor.export_weights(version=0).get()), FirstPrompts())
     assert [len(batch) for batch in drawn] == [3, 3]
     # 8 tokens, or as many as there is room for; one that ends a response does not end these.
-    assert drawn[0].batch["response_mask"].sum(-1).tolist() == [6, 6, 6]
+    assert rows_of(drawn[0], "response_mask") == [[1] * 6] * 3
     log_probs = engine_check.log_probs_of(actor, drawn)
     engine_check.require_one_model(run_config(config), "", drawn, log_probs)
 
@@ -99,9 +99,10 @@ def test_an_engine_that_makes_another_model_of_the_same_weights_is_refused(path:
     drawn = [*engine_check.draw(replicas(config, exports, size=1), FirstPrompts())]
     drawn += engine_check.draw(wrong, FirstPrompts())
     log_probs = engine_check.log_probs_of(actor, drawn)
-    differences = (drawn[1].batch["rollout_log_probs"] - log_probs[1]).abs()
+    own_log_probs = torch.tensor(rows_of(drawn[1], "rollout_log_probs")).flatten()
+    differences = (own_log_probs - log_probs[1]).abs()
     worst = int(differences.argmax())
-    own, of_actor = drawn[1].batch["rollout_log_probs"].flatten()[worst], log_probs[1].flatten()[worst]
+    own, of_actor = own_log_probs[worst], log_probs[1][worst]
     with pytest.raises(EngineMismatch) as error:
         engine_check.require_one_model(run_config(config), " of maker_3", drawn, log_probs)
     message = str(error.value)
@@ -116,12 +117,12 @@ def test_the_greedy_tokens_and_log_probabilities_are_those_of_temperature_1(path
     group = replicas(config, actor.export_weights(version=0).get(), size=1)
     (drawn,) = engine_check.draw(group, FirstPrompts())
     hf = group.workers[0].rollout.model
-    for row, prompt in enumerate(FirstPrompts.rows):
-        tokens = drawn.batch["responses"][row].tolist()
+    columns = rows_of(drawn, "responses"), rows_of(drawn, "rollout_log_probs")
+    for prompt, tokens, log_probs in zip(FirstPrompts.rows, *columns, strict=True):
         text = torch.tensor([[*prompt, *tokens]])
         of_text = hf(text).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         assert of_text.argmax(-1).tolist() == tokens
-        torch.testing.assert_close(drawn.batch["rollout_log_probs"][row], of_text.max(-1).values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(log_probs), of_text.max(-1).values, rtol=0, atol=1e-5)
 
 
 def test_what_is_in_flight_goes_on_and_nothing_of_the_comparison_stays(path: str) -> None:
@@ -145,22 +146,21 @@ def test_what_is_in_flight_goes_on_and_nothing_of_the_comparison_stays(path: str
 
     compared, alone = responses(True), responses(False)
     for name in ("responses", "rollout_log_probs", "response_mask"):
-        assert torch.equal(compared.batch[name], alone.batch[name])
+        assert rows_of(compared, name) == rows_of(alone, name)
 
 
 def difference_of(config: ActorRolloutRefConfig, value: list[float]) -> None:
-    own = torch.tensor([value])
-    mask = torch.tensor([[True] * (len(value) - 1) + [False]])
-    engine_check.require_close(run_config(config), "it", own, torch.zeros_like(own), mask, config.rollout.quantization)
+    own = torch.tensor(value)
+    engine_check.require_close(run_config(config), "it", own, torch.zeros_like(own), config.rollout.quantization)
 
 
 @pytest.mark.parametrize(
     ("dtype", "quantization", "right", "wrong"),
     [
-        ("float32", None, [9e-4, -9e-4, 5.0], [0.0, 1.1e-3, 0.0]),
-        ("bfloat16", None, [0.09, 0.0, 5.0], [-0.08, 0.03, 0.0]),  # means 0.045 and 0.055
-        ("bfloat16", "fp8_per_channel", [0.3, -0.09, 5.0], [0.3, 0.11, 0.0]),  # 0.195 and 0.205
-        ("float32", None, [0.0, 0.0], [float("nan"), 0.0]),
+        ("float32", None, [9e-4, -9e-4], [0.0, 1.1e-3]),
+        ("bfloat16", None, [0.09, 0.0], [-0.08, 0.03]),  # means 0.045 and 0.055
+        ("bfloat16", "fp8_per_channel", [0.3, -0.09], [0.3, 0.11]),  # 0.195 and 0.205
+        ("float32", None, [0.0], [float("nan")]),
     ],
 )
 def test_the_limits_are_those_of_the_data_types(
@@ -177,7 +177,7 @@ def test_the_limits_are_those_of_the_data_types(
 def test_one_side_in_bfloat16_is_enough_for_its_limit(path: str) -> None:
     config = config_for(path)
     rollout = config.rollout.model_copy(update={"dtype": "bfloat16"})
-    difference_of(config.model_copy(update={"rollout": rollout}), [0.04, 0.04, 0.0])
+    difference_of(config.model_copy(update={"rollout": rollout}), [0.04, 0.04])
 
 
 def test_a_maker_compares_its_replicas_and_its_copy_with_the_first_trainers_actor(

@@ -1,10 +1,13 @@
-"""Jagged rows as algorithms and code written for verl see them, and back."""
+"""Jagged rows as algorithms and code written for verl see them, and back; samples of several rows."""
 
+import numpy as np
 import pytest
 import torch
 
 from verl_like.protocol import DataProto
-from verl_like.protocol.padded import padded, without_padding
+from verl_like.protocol.padded import padded, strip, view_of_samples, without_padding
+from verl_like.protocol.row_ops import jagged_from_lengths
+from verl_like.protocol.samples import SampleRows, concat_samples, count_samples, select_samples
 
 PADDING = (4, 3, 9)  # prompts of at most 4 tokens, responses of at most 3, padding token 9
 
@@ -113,3 +116,249 @@ def test_what_does_not_fit_is_refused():
     between = DataProto.from_dict({"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])})
     with pytest.raises(ValueError, match="here padding is between"):
         without_padding(between, 9)
+
+
+def of_samples() -> DataProto:
+    """Six rows that are samples of one, two and three rows; the number 5 is of two samples; the third row is empty."""
+    return DataProto.from_dict(
+        {
+            "prompts": jagged([1, 2], [3], [4], [5, 6, 7], [8], [1]),
+            "responses": jagged([10, 11], [12], [], [13, 14, 15], [16], [17, 18]),
+            "response_mask": jagged([1, 1], [1], [], [1, 0, 1], [1], [0, 1]),
+            "values": jagged_floats([0.5, 1.0], [1.5], [], [2.0, 2.5, 3.0], [3.5], [4.0, 4.5]),
+            "sample_id": torch.tensor([5, 7, 7, 5, 5, 5]),
+            "is_skipped": torch.tensor([True, False, False, True, True, False]),
+            "three": torch.arange(18).view(6, 3),  # as wide as responses, but not by response token
+        },
+        {"uid": ["a", "b", "b", "c", "c", "c"], "turn": [0, 0, 1, 0, 1, 2]},
+        {"padding": PADDING, "global_steps": 7},
+    )
+
+
+def lists(column: torch.Tensor) -> list:
+    return [row.tolist() for row in column.unbind()] if column.is_nested else column.tolist()
+
+
+def test_rows_of_a_sample_stand_side_by_side_in_the_view():
+    view = view_of_samples(of_samples())
+    assert len(view) == 3
+    assert {name: column.tolist() for name, column in view.batch.items()} == {
+        # Padding within a row is the padding token, a row that a sample lacks is 0.
+        "responses": [
+            [10, 11, 9, 0, 0, 0, 0, 0, 0],
+            [12, 9, 9, 9, 9, 9, 0, 0, 0],
+            [13, 14, 15, 16, 9, 9, 17, 18, 9],
+        ],
+        "response_mask": [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0, 0, 1, 0]],
+        "attention_mask": [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0]],
+        "values": [
+            [0.5, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [1.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [2.0, 2.5, 3.0, 3.5, 0.0, 0.0, 4.0, 4.5, 0.0],
+        ],
+        "sample_id": [5, 7, 5],
+        "is_skipped": [True, False, True],
+        "three": [[0, 1, 2], [3, 4, 5], [9, 10, 11]],
+    }
+    assert {name: array.tolist() for name, array in view.non_tensor_batch.items()} == {
+        "uid": ["a", "b", "c"],
+        "turn": [0, 0, 0],
+    }
+    assert view.meta_info == {"padding": PADDING, "global_steps": 7}
+
+
+@pytest.mark.parametrize("make", [batch, of_samples])
+@pytest.mark.parametrize("make_view", [view_of_samples, padded])
+def test_a_view_without_padding_is_the_batch_again(make, make_view):
+    data = make()
+    assert strip(make_view(data), data).equal(data)
+
+
+def test_what_was_written_into_a_view_of_samples_goes_to_their_rows():
+    data, before = of_samples(), of_samples()
+    view = view_of_samples(data)
+    view.batch["advantages"] = torch.arange(27.0).view(3, 9)  # also where no token is, which is lost
+    view.batch["values"] = view.batch["values"] * 2
+    view.batch["score"] = torch.tensor([0.25, 0.5, 0.75])
+    view.batch["pair"] = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    view.batch["is_skipped"] = torch.tensor([False, True, False])
+    view.non_tensor_batch["grade"] = np.array(["A", "B", "C"], dtype=object)
+    view.meta_info["seen"] = True
+    back = strip(view, data)
+    assert {name: lists(back.batch[name]) for name in ("advantages", "values", "score", "pair", "is_skipped")} == {
+        "advantages": [[0, 1], [9], [], [18, 19, 20], [21], [24, 25]],
+        "values": [[1, 2], [3], [], [4, 5, 6], [7], [8, 9]],
+        "score": [0.25, 0.5, 0.5, 0.75, 0.75, 0.75],
+        "pair": [[1, 2], [3, 4], [3, 4], [5, 6], [5, 6], [5, 6]],
+        "is_skipped": [False, True, True, False, False, False],
+    }
+    assert back.batch["advantages"].offsets() is back.batch["responses"].offsets()
+    assert back.non_tensor_batch["grade"].tolist() == ["A", "B", "B", "C", "C", "C"]
+    assert back.non_tensor_batch["turn"].tolist() == [0, 0, 1, 0, 1, 2] and back.meta_info["seen"]
+    untouched = ["prompts", "responses", "response_mask", "sample_id", "three"]
+    assert back.select(untouched, ["uid", "turn"], ["padding", "global_steps"]).equal(data.select(untouched))
+    assert data.equal(before)
+
+
+@pytest.mark.parametrize("make_view", [view_of_samples, padded])
+def test_strip_keeps_dense_columns_and_non_tensors(make_view):
+    data = batch()
+    data.batch["three"] = torch.arange(9).view(3, 3)
+    view = make_view(data)
+    view.batch["three"] = view.batch["three"] + 1
+    view.batch["pair"] = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    view.batch["returns"] = torch.arange(9.0).view(3, 3)
+    view.batch["experts"] = torch.arange(18).view(3, 3, 2)
+    view.non_tensor_batch["grade"] = np.array(["A", "B", "C"], dtype=object)
+    back = strip(view, data)
+    assert {name: lists(back.batch[name]) for name in ("three", "pair", "returns", "experts", "is_skipped")} == {
+        "three": [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+        "pair": [[1, 2], [3, 4], [5, 6]],
+        "returns": [[0, 1, 2], [], [6]],
+        "experts": [[[0, 1], [2, 3], [4, 5]], [], [[12, 13]]],
+        "is_skipped": [False, True, False],
+    }
+    assert {name: array.tolist() for name, array in back.non_tensor_batch.items()} == {
+        "uid": ["a", "b", "c"],
+        "grade": ["A", "B", "C"],
+    }
+    assert lists(back.batch["prompt_scores"]) == lists(data.batch["prompt_scores"])
+
+
+def test_where_each_sample_is_one_row_the_view_is_the_padded_batch():
+    data = of_samples()[[0, 1, 3]]
+    for named in (data, data.select(["prompts", "responses", "values"])):
+        view, whole = view_of_samples(named), padded(named)
+        assert sorted(view.batch) == sorted(whole.batch.keys()) and "input_ids" in view.batch
+        assert all(view.batch[name].equal(column) for name, column in whole.tensors().items())
+        view.batch["advantages"] = torch.arange(9.0).view(3, 3)
+        assert lists(strip(view, named).batch["advantages"]) == [[0, 1], [3], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("rows", [[], [4], [2]])
+def test_views_of_no_row_and_of_one_row(rows):
+    data = of_samples()[rows]
+    view = view_of_samples(data)
+    assert len(view) == len(rows) and view.batch["input_ids"].shape == (len(rows), 7)
+    view.batch["advantages"] = view.batch["values"] + 1
+    view.batch["score"] = torch.ones(len(rows))
+    back = strip(view, data)
+    assert lists(back.batch["advantages"]) == {(): [], (4,): [[4.5]], (2,): [[]]}[tuple(rows)]
+    assert back.batch["score"].shape == (len(rows),) and back.non_tensor_batch["uid"].shape == (len(rows),)
+
+
+def test_a_column_with_several_numbers_a_token_is_one_of_samples():
+    data = of_samples()[[0, 1, 2]]
+    pairs = [[[1, 2], [3, 4]], [[5, 6]], []]
+    lengths = torch.tensor([2, 1, 0])
+    data.batch["experts"] = jagged_from_lengths(torch.arange(1, 7).view(3, 2), lengths)
+    view = view_of_samples(data)
+    none = [0, 0]
+    assert view.batch["experts"].tolist() == [
+        [[1, 2], [3, 4], none, none, none, none],
+        [[5, 6], none, none, none, none, none],
+    ]
+    view.batch["more"] = view.batch["experts"] * 2
+    back = strip(view, data)
+    assert lists(back.batch["experts"]) == pairs
+    assert lists(back.batch["more"]) == [[[2, 4], [6, 8]], [[10, 12]], []]
+
+
+def test_one_sample_of_two_rows_is_one_row_of_the_view():
+    data = of_samples()[[1, 2]]
+    view = view_of_samples(data)
+    assert view.batch["response_mask"].tolist() == [[1, 0, 0, 0, 0, 0]]
+    view.batch["advantages"] = torch.arange(6.0).view(1, 6)
+    assert lists(strip(view, data).batch["advantages"]) == [[0], []]
+
+
+def test_a_column_of_a_view_is_padded_when_it_is_read():
+    data = batch()
+    data.meta_info["padding"] = (1, 3, 9)  # too narrow for prompts, which nobody reads
+    view = view_of_samples(data)
+    assert view.batch["values"].shape == (3, 3) and view.batch["values"] is view.batch["values"]
+    with pytest.raises(ValueError, match="a row has 4 tokens, but padded rows have 1"):
+        view.batch["input_ids"]
+
+
+def test_a_view_has_the_columns_of_a_batch():
+    data = batch()
+    view = view_of_samples(data)
+    assert sorted(view.batch) == sorted(view.batch.keys()) == sorted(padded(data).batch.keys())
+    assert len(view.batch) == 9 and "values" in view.batch and "advantages" not in view.batch
+    assert view.batch.get("advantages") is None
+    with pytest.raises(KeyError):
+        view.batch["advantages"]
+    with pytest.raises(KeyError):
+        del view.batch["advantages"]
+    view.batch["advantages"] = view.batch.pop("values")
+    del view.batch["is_skipped"]
+    view.batch["response_mask"] = view.batch.pop("response_mask") * 2
+    assert "values" not in view.batch and sorted(view.tensors()) == sorted(view.batch)
+    back = strip(view, data)
+    assert sorted(back.tensors()) == ["advantages", "prompt_scores", "prompts", "response_mask", "responses"]
+    assert lists(back.batch["advantages"]) == lists(data.batch["values"])
+    assert lists(back.batch["response_mask"]) == [[2, 0, 2], [], [2]]
+
+
+def test_samples_of_one_two_and_three_rows():
+    samples = SampleRows(torch.tensor([0, 1, 3, 6]))
+    assert (samples.num_samples, samples.most_rows, samples.is_plain) == (3, 3, False)
+    assert samples.first_rows.tolist() == [0, 1, 3]
+    assert samples.sample_of_row.tolist() == [0, 1, 1, 2, 2, 2]
+    assert samples.places.tolist() == [0, 3, 4, 6, 7, 8]
+    rows = torch.arange(12.0).view(6, 2).requires_grad_()
+    folded = samples.fold(rows)
+    assert folded.tolist() == [[0, 1, 0, 0, 0, 0], [2, 3, 4, 5, 0, 0], [6, 7, 8, 9, 10, 11]]
+    assert samples.fold(rows, samples.places.clone()).equal(folded)
+    assert samples.unfold(folded).equal(rows)
+    weights = torch.arange(18.0).view(3, 6)
+    (folded * weights).sum().backward()
+    assert rows.grad.tolist() == [[0, 1], [6, 7], [8, 9], [12, 13], [14, 15], [16, 17]]
+
+
+def test_samples_are_rows_that_follow_each_other_with_the_same_number():
+    assert SampleRows.of(of_samples()).starts.tolist() == [0, 1, 3, 6]
+    assert SampleRows.of(batch()).starts.tolist() == [0, 1, 2, 3], "without numbers each row"
+    assert count_samples(of_samples()) == 3 and count_samples(batch()) == 3
+    assert count_samples(of_samples()[[1, 2]]) == 1 and count_samples(of_samples()[[]]) == 0
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 1], [0, 1, 2, 3]])
+def test_samples_of_one_row_stay_as_they_are(starts):
+    samples = SampleRows(torch.tensor(starts))
+    rows = torch.arange(2.0 * (len(starts) - 1)).view(-1, 2)
+    assert samples.is_plain and samples.num_samples == len(rows) and samples.first_rows.tolist() == starts[:-1]
+    assert samples.fold(rows) is rows and samples.unfold(rows) is rows
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "rows"),
+    [(0, 1, [0]), (1, 2, [1, 2]), (1, 3, [1, 2, 3, 4, 5]), (2, 9, [3, 4, 5]), (0, 3, range(6)), (1, 1, []), (3, 3, [])],
+)
+def test_selected_samples_have_all_their_rows(start, stop, rows):
+    data = of_samples()
+    chosen = select_samples(data, start, stop)
+    assert chosen.equal(data[list(rows)])
+    if rows:
+        assert chosen.batch["three"].data_ptr() == data.batch["three"][rows[0] :].data_ptr()
+
+
+def test_selected_samples_without_numbers_are_rows():
+    assert select_samples(batch(), 1, 3).equal(batch()[[1, 2]])
+
+
+def test_joined_samples_are_numbered_through():
+    parts = [of_samples()[[0, 1, 2]], of_samples()[[]], of_samples()[[1, 2, 3]], of_samples()[[5]]]
+    whole = concat_samples(parts)
+    # 5 77 | | 77 5 | 5: neither the 7s nor the 5s of two parts are one sample.
+    assert whole.batch["sample_id"].tolist() == [0, 1, 1, 2, 2, 3, 4] and count_samples(whole) == 5
+    others = [name for name in whole.tensors() if name != "sample_id"]
+    assert whole.select(others).equal(DataProto.concat(parts).select(others))
+    assert parts[0].batch["sample_id"].tolist() == [5, 7, 7], "the parts keep their numbers"
+
+
+def test_joined_batches_without_samples_or_rows():
+    assert concat_samples([batch(), batch()]).equal(DataProto.concat([batch(), batch()]))
+    none = concat_samples([of_samples()[[]], of_samples()[[]]])
+    assert len(none) == 0 and none.batch["sample_id"].dtype == torch.int64

@@ -29,10 +29,10 @@ def test_the_gradient_is_that_of_the_policy_loss_and_the_weighted_likelihood_in_
     gradients, output = gradients_of(group.workers[0], lambda: group.update_actor(data, rows).get())
     hf = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     policy_loss, log_probs = reference_policy_loss(hf, data), []
-    for ids, attended, learned in zip(*(rows.batch[name] for name in COLUMNS), strict=True):
-        tokens, count = ids[attended.bool()], int(learned.sum())
-        of_all = hf(tokens[None]).logits[0].log_softmax(-1)  # at a temperature of 1, whatever the rollout has
-        log_probs.append(of_all[-count - 1 : -1].gather(-1, tokens[-count:, None])[:, 0])
+    for prompt, response in zip(rows.batch["prompts"].unbind(), rows.batch["responses"].unbind(), strict=True):
+        logits = hf(torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1]
+        of_all = logits.log_softmax(-1)  # at a temperature of 1, whatever the rollout has
+        log_probs.append(of_all.gather(-1, response[:, None])[:, 0])
     ptx_loss = -torch.cat(log_probs).mean()
     (policy_loss + 0.3 * ptx_loss).backward()
     metrics = metric_values(output.meta_info["metrics"])
@@ -45,7 +45,7 @@ def test_the_gradient_is_that_of_the_policy_loss_and_the_weighted_likelihood_in_
 def test_each_optimizer_step_takes_its_own_rows_and_one_that_is_left_out_leaves_its_rows_out(tmp_path: Path):
     """Of the first mini-batch no token counts, so that the only step is that of the second one."""
     data, rows = make_batch(), make_batch(rows=4, seed=1).select(batch_keys=[*SEQUENCE_COLUMNS])
-    data.batch["response_mask"] = data.batch["response_mask"] * (torch.arange(8) >= 4)[:, None]
+    data.batch["response_mask"].values()[: data.batch["response_mask"].offsets()[4]] = 0
     path, results = write_model(tmp_path), []
     for prompts, of_data, of_rows in ((4, data, rows), (8, data[slice(4, 8)], rows[slice(2, 4)])):
         group = local_group(ActorWorker, policy_config(path, prompts=prompts, ptx_coef=0.3))
@@ -66,10 +66,14 @@ def test_all_tokens_of_a_text_but_the_first_are_learned_and_a_long_row_is_cut(ti
     tokenizer.chat_template = TEMPLATE
     dataset = load_ptx_dataset(config, tokenizer)
     columns = dataset.collate(range(3)).tensors()
-    tokens = tokenizer.convert_ids_to_tokens(columns["input_ids"][0].tolist())
-    assert "".join(tokens[:9]) == "12+34=46<eos>" and columns["attention_mask"].sum(-1)[[0, 2]].tolist() == [9, 12]
-    assert columns["response_mask"].sum(-1)[[0, 2]].tolist() == [8, 11] and dataset.num_truncated == 1
-    assert 0 < columns["response_mask"][1].sum() < columns["attention_mask"][1].sum() - 1, "a conversation"
+    tokens = [
+        torch.cat(parts) for parts in zip(columns["prompts"].unbind(), columns["responses"].unbind(), strict=True)
+    ]
+    learned = columns["response_mask"].unbind()
+    assert "".join(tokenizer.convert_ids_to_tokens(tokens[0].tolist())) == "12+34=46<eos>"
+    assert [len(tokens[row]) for row in (0, 2)] == [9, 12]
+    assert [learned[row].sum() for row in (0, 2)] == [8, 11] and dataset.num_truncated == 1
+    assert 0 < learned[1].sum() < len(tokens[1]) - 1, "a conversation"
     file.write_text('{"text": ""}')
     with pytest.raises(ValueError, match="row 0: none of the 1 tokens is learned"):
         ConversationDataset([str(file)], tokenizer, max_length=9)
@@ -78,7 +82,6 @@ def test_all_tokens_of_a_text_but_the_first_are_learned_and_a_long_row_is_cut(ti
         load_ptx_dataset(config, tokenizer)
 
 
-COLUMNS = ("input_ids", "attention_mask", "response_mask")
 NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "device=cpu"]
 COEF = ["actor_rollout_ref.actor.ptx_coef=0.5", "data.ptx_batch_size=3", "trainer.n_gpus_per_node=1"]
 SHORT = ["data.max_prompt_length=8", "data.max_response_length=4"]

@@ -62,13 +62,9 @@ def test_a_token_pays_for_the_experts_it_is_routed_to():
 
 def test_attention_counts_each_token_with_those_before_within_the_window():
     cost = ModelCost(per_token=10.0, per_scored_token=100.0, per_pair=((1.0, None), (1000.0, 2)))
-    rows = {
-        "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [0, 0, 0, 1, 0]]),
-        "position_ids": torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 0, 0]]),
-        "response_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]),
-    }
     # Pairs of 4 tokens: 1 + 2 + 3 + 4 = 10, within a window of 2: 1 + 2 + 2 + 2 = 7.
-    assert cost.forward(rows).tolist() == [40 + 300 + 10 + 7000, 10 + 1 + 1000]
+    flops_B = cost.forward(lengths_B=torch.tensor([4, 1]), num_scored_B=torch.tensor([3, 0]))
+    assert flops_B.tolist() == [40 + 300 + 10 + 7000, 10 + 1 + 1000]
 
 
 def test_sliding_layers_are_read_from_the_configuration():

@@ -2,10 +2,11 @@
 
 import copy
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_worker_models import PROMPT, VOCABULARY, make_batch, write_model, write_reward_model
+from tiny_worker_models import VOCABULARY, make_batch, write_model, write_reward_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -25,12 +26,13 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import linear_log_prob
 from verl_like.workers.models.attention import Sequences, choose_attention, packed_varlen
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS, pack
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows, pack
 from verl_like.workers.models.pretrained import check_sequence_length, load_hf_config, load_pretrained
 
 FLOAT32 = ForwardFsdpConfig(dtype="float32")
@@ -51,12 +53,12 @@ def load(auto_class, path, **kwargs):
 
 
 def rows_of(data):
-    return {name: data.batch[name] for name in SEQUENCE_COLUMNS}
+    return Rows.of(data.select(batch_keys=SEQUENCE_COLUMNS))
 
 
 def unpadded(rows, row):
     """(1, length) token ids of one row, and the number of its response tokens."""
-    return rows["input_ids"][row][rows["attention_mask"][row].bool()][None], int(rows["response_mask"][row].sum())
+    return torch.cat([rows["prompts"][row], rows["responses"][row]])[None], int(rows["response_mask"][row].sum())
 
 
 def reference_scores(hf, rows, row, temperature):
@@ -156,7 +158,7 @@ def reference_and_packed(config):
 def test_packed_log_probs_and_gradients_of_a_family_are_those_of_its_own_attention(family):
     reference, hf = reference_and_packed(FAMILIES[family])
     rows = rows_of(make_batch(rows=4))
-    assert rows["attention_mask"].sum(-1).max() > 6  # longer than the windows
+    assert rows.lengths_B.max() > 6  # longer than the windows
     packed = pack(rows)
     log_probs_BR = packed.unpack(PolicyModel(hf)(packed, 1.0)[0])
     log_probs_BR.sum().backward()
@@ -175,8 +177,8 @@ def test_changing_one_sequence_changes_no_other(family):
     policy = PolicyModel(reference_and_packed(FAMILIES[family])[1])
     rows = rows_of(make_batch(rows=3))
     before = pack(rows).unpack(policy(pack(rows), 1.0)[0])
-    changed = rows | {"input_ids": rows["input_ids"].clone()}
-    changed["input_ids"][1, PROMPT - 1] = 40 - changed["input_ids"][1, PROMPT - 1]
+    changed = replace(rows, columns={**rows.columns, "prompts": rows["prompts"].clone()})
+    changed["prompts"][1][-1] = 40 - changed["prompts"][1][-1]
     after = pack(changed).unpack(policy(pack(changed), 1.0)[0])
     assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
     assert not torch.equal(before[1], after[1])
@@ -203,12 +205,25 @@ def test_a_reward_model_scores_the_last_token(tmp_path):
         torch.testing.assert_close(scores[row], hf(unpadded(rows, row)[0]).logits[0, 0], rtol=0, atol=1e-5)
 
 
-def test_a_response_token_that_is_not_attended_is_refused():
+def test_a_row_without_a_prompt_is_refused():
     rows = rows_of(make_batch(rows=2))
-    rows["attention_mask"] = rows["attention_mask"].clone()
-    rows["attention_mask"][1, PROMPT] = 0
-    with pytest.raises(ValueError, match="attention_mask and response_mask do not fit"):
-        pack(rows)
+    prompts = jagged_from_lists([rows["prompts"][0].tolist(), []], torch.int64)
+    with pytest.raises(ValueError, match=rf"every row needs a prompt token, but .* \[{len(prompts[0])}, 0\]"):
+        pack(replace(rows, columns={**rows.columns, "prompts": prompts}))
+
+
+def test_response_tokens_that_are_not_scored_are_read_and_have_no_log_prob(model_path):
+    data = make_batch(rows=6)
+    mask = data.batch["response_mask"]
+    mask.values()[::2] = 0
+    packed = pack(rows_of(data))
+    log_probs_BR = packed.unpack(PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7)[0])
+    hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
+    for row, is_scored in enumerate(mask):
+        tokens, count = torch.cat([data.batch["prompts"][row], data.batch["responses"][row]]), len(is_scored)
+        log_probs = torch.log_softmax(hf(tokens[None]).logits[0] / 0.7, dim=-1)[-count - 1 : -1]
+        expected = log_probs.gather(-1, tokens[-count:, None])[:, 0] * is_scored
+        torch.testing.assert_close(log_probs_BR[row, :count], expected, rtol=0, atol=1e-5)
 
 
 def test_a_path_without_a_model_is_refused_without_asking_the_hub(tmp_path):

@@ -70,8 +70,10 @@ def folder(tmp_path_factory) -> Path:
     def draw() -> torch.Tensor:
         return torch.randn(len(data), RESPONSE, generator=generator)
 
-    actor, columns = local_group(ActorWorker, policy_config(write_model(folder / "model"))), data.batch
-    columns["old_log_probs"] = actor.compute_log_prob(data).get().batch["old_log_probs"] + 0.3 * draw()
+    actor = local_group(ActorWorker, policy_config(write_model(folder / "model")))
+    data.pop(batch_keys=["old_log_probs"])
+    columns = padded(data.union(actor.compute_log_prob(data).get())).batch
+    columns["old_log_probs"] = columns["old_log_probs"] + 0.3 * draw()
     columns["rollout_log_probs"] = columns["old_log_probs"] + 0.4 * draw()
     columns["teacher_log_prob"] = -4 + draw()
     columns["selected_tokens"] = draw() < 0
@@ -87,7 +89,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def read_batch(folder: Path) -> DataProto:
-    return DataProto.from_dict(tensors=load_file(folder / "batch"))
+    return without_padding(DataProto.from_dict(tensors=load_file(folder / "batch")), pad_token_id=0)
 
 
 def train_on_rank(rank: int, port: int, path: str) -> None:

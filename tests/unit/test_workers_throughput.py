@@ -7,9 +7,10 @@ import torch
 from tiny_worker_models import local_group, make_batch, policy_config, write_model
 
 from verl_like.protocol import DataProto, merge_metrics, metric_values
+from verl_like.protocol.padded import padded
 from verl_like.workers.actor import ActorWorker
-from verl_like.workers.engine.mini_batches import to_rows
 from verl_like.workers.engine.throughput import Stopwatch, peak_flops
+from verl_like.workers.models.packing import Rows
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +27,19 @@ def test_every_pass_reports_its_speed(actor):
     assert infer["perf/tokens_per_s/actor_infer"] > 0
     # FLOPs are 3 passes of 2 epochs; tokens count once.
     cost = actor.workers[0].engine.cost
-    flops_per_token = 6 * cost.forward(data.batch).sum().item() / data.batch["attention_mask"].sum().item()
+    columns = padded(data).batch
+    lengths_B, num_scored_B = columns["attention_mask"].sum(-1), columns["response_mask"].sum(-1)
+    flops_per_token = 6 * cost.forward(lengths_B, num_scored_B).sum().item() / lengths_B.sum().item()
     ratio = train["perf/mfu/actor"] / train["perf/tokens_per_s/actor"]
     assert ratio == pytest.approx(flops_per_token / peak_flops("cpu", "float32"), rel=1e-6)
 
 
 def test_rows_that_only_fill_a_rank_up_count_nothing(actor):
     engine, rows = actor.workers[0].engine, make_batch(rows=4)
-    padded = DataProto.concat([rows, rows.select_idxs([0, 1])])
-    padded.batch["is_pad"] = torch.arange(6) >= 4
-    expected, got = (Stopwatch(engine, to_rows(data), "ref", passes=1) for data in (rows, padded))
-    assert got.tokens == expected.tokens == rows.batch["attention_mask"].sum()
+    filled = DataProto.concat([rows, rows.select_idxs([0, 1])])
+    filled.batch["is_pad"] = torch.arange(6) >= 4
+    expected, got = (Stopwatch(engine, Rows.of(data), "ref", passes=1) for data in (rows, filled))
+    assert got.tokens == expected.tokens == padded(rows).batch["attention_mask"].sum()
     assert got.flops == pytest.approx(expected.flops)
 
 
@@ -46,7 +49,7 @@ def test_the_groups_mfu_is_all_ranks_flops_by_all_ranks_time(actor, monkeypatch)
     monkeypatch.setattr("verl_like.workers.engine.throughput.time", clock)
     parts = []
     for tokens, flops in ((100, 0.6 * peak), (60, 0.3 * peak)):
-        stopwatch = Stopwatch(actor.workers[0].engine, make_batch().batch, "ref", passes=1)
+        stopwatch = Stopwatch(actor.workers[0].engine, Rows.of(make_batch()), "ref", passes=1)
         stopwatch.tokens, stopwatch.flops = tokens, flops
         parts.append(stopwatch.metrics())
     merged = metric_values(merge_metrics(parts))

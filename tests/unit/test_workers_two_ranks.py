@@ -28,6 +28,8 @@ from tiny_worker_models import (
 
 from verl_like.export import export
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.protocol.padded import padded
+from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
@@ -53,7 +55,13 @@ BUDGET = 12
 TWO_EPOCHS = {"ppo_epochs": 2, "optim": {"lr": 1e-4}}
 
 
-def padded_half(data: DataProto, rank: int) -> DataProto:
+def log_probs_of(data: DataProto, output: DataProto) -> torch.Tensor:
+    """What `compute_log_prob` returned of a batch, (B, R)."""
+    beside = data.select(batch_keys=["prompts", "responses"]).union(output)
+    return padded(beside).batch["old_log_probs"]
+
+
+def filled_half(data: DataProto, rank: int) -> DataProto:
     """One rank's half of 7 rows: 4 and 3, the latter filled up with a marked copy of row 0."""
     rows = DataProto.concat([data, data.select_idxs([0])]).select_idxs(list(range(4 * rank, 4 * rank + 4)))
     rows.batch["is_pad"] = torch.tensor([False, False, False, rank == 1])
@@ -63,7 +71,7 @@ def padded_half(data: DataProto, rank: int) -> DataProto:
 def long_and_short_rows() -> DataProto:
     """8 rows, the longest first."""
     rows = make_batch(rows=8)
-    return rows.select_idxs(rows.batch["attention_mask"].sum(-1).argsort(descending=True))
+    return rows.select_idxs(padded(rows).batch["attention_mask"].sum(-1).argsort(descending=True))
 
 
 def in_uneven_steps() -> DataProto:
@@ -75,14 +83,16 @@ def in_uneven_steps() -> DataProto:
 
 def pairs() -> DataProto:
     """Four pairs of conversations, of 10 to 12 tokens together, whose prompt is two tokens."""
-    attended = torch.arange(9) < torch.tensor([[7, 4], [3, 9], [5, 5], [8, 3]])[..., None]
+    lengths = torch.tensor([[7, 4], [3, 9], [5, 5], [8, 3]]).flatten().tolist()
+    tokens = torch.randint(2, 50, (8, 9), generator=torch.Generator().manual_seed(3)).tolist()
+    conversations = [of_row[:length] for of_row, length in zip(tokens, lengths, strict=True)]
     columns = {
-        "input_ids": torch.randint(2, 50, (4, 2, 9), generator=torch.Generator().manual_seed(3)) * attended,
-        "attention_mask": attended.long(),
-        "position_ids": torch.arange(9).expand(4, 2, 9).contiguous(),
-        "response_mask": (attended & (torch.arange(9) >= 2))[..., 1:].long(),
+        "prompts": [conversation[:1] for conversation in conversations],
+        "responses": [conversation[1:] for conversation in conversations],
+        "response_mask": [[0] + [1] * (length - 2) for length in lengths],
     }
-    return DataProto.from_dict({name: column.reshape(4, -1) for name, column in columns.items()})
+    tensors = {name: jagged_from_lists(rows, torch.int64) for name, rows in columns.items()}
+    return DataProto.from_dict(tensors | {"sample_id": torch.arange(8) // 2}, meta_info={"padding": (1, 8, 0)})
 
 
 def dpo_arguments(path: str, **training: Any) -> tuple[Any, ...]:
@@ -93,9 +103,9 @@ def dpo_arguments(path: str, **training: Any) -> tuple[Any, ...]:
 
 def scored_rows() -> DataProto:
     """Six scored conversations."""
-    tensors = make_batch(rows=6).tensors()
-    columns = {name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids", "response_mask")}
-    return DataProto.from_dict(columns | {"score": torch.tensor([1.0, -2.0, 3.0, 0.5, 0.0, 4.0])})
+    rows = make_batch(rows=6).select(batch_keys=["prompts", "responses", "response_mask"])
+    rows.batch["score"] = torch.tensor([1.0, -2.0, 3.0, 0.5, 0.0, 4.0])
+    return rows
 
 
 def ilql_arguments(path: str, **training: Any) -> tuple[Any, ...]:
@@ -137,11 +147,11 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
     out, model = Path(folder), str(Path(folder, "model"))
-    data, ptx = padded_half(make_batch(rows=7), rank), make_batch(rows=10, seed=2)[slice(5 * rank, 5 * rank + 5)]
+    data, ptx = filled_half(make_batch(rows=7), rank), make_batch(rows=10, seed=2)[slice(5 * rank, 5 * rank + 5)]
     for layout, strategy in LAYOUTS.items():
         worker = ActorWorker(policy_config(model, micro=3, fsdp={"strategy": strategy}, **OBJECTIVE))
         worker.init_model()
-        log_probs = worker.compute_log_prob(data).batch["old_log_probs"]
+        log_probs = log_probs_of(data, worker.compute_log_prob(data))
         gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data, ptx))
         export = worker.export_weights(version=1)
         worker.weight_transport = NcclTransport()
@@ -173,7 +183,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     save_file(gradients, out / f"one_ptx_row_{rank}")
     worker = DPOWorker(*dpo_arguments(model, use_dynamic_bsz=False, micro_batch_size_per_gpu=1))
     worker.init_model()
-    gradients, _ = gradients_of(worker, lambda: worker.update_model(pairs().select_idxs([[], [0, 1, 2, 3]][rank])))
+    gradients, _ = gradients_of(worker, lambda: worker.update_model(pairs().select_idxs([[], range(8)][rank])))
     save_file(gradients, out / f"uneven_dpo_{rank}")
     if rank:
         metrics = metric_values(worker.evaluate(pairs()).meta_info["metrics"])
@@ -189,7 +199,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     passes = []
     worker.engine.model.register_forward_pre_hook(lambda *_: passes.append(rank))
     half = long_and_short_rows().select_idxs(range(4 * rank, 4 * rank + 4))
-    log_probs = worker.compute_log_prob(half).batch["old_log_probs"]
+    log_probs = log_probs_of(half, worker.compute_log_prob(half))
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(half))
     save_file({"log_probs": log_probs, "passes": torch.tensor(len(passes))} | gradients, out / f"budget_{rank}")
     worker = ActorWorker(policy_config(model, fsdp={"dtype": "bfloat16"}))
@@ -239,7 +249,7 @@ def one_rank(two_ranks):
     """Gradients, metrics, log-probabilities and parameters of the same update on one rank."""
     data = make_batch(rows=7)
     group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE))
-    log_probs = group.compute_log_prob(data).get().batch["old_log_probs"]
+    log_probs = log_probs_of(data, group.compute_log_prob(data).get())
     ptx = make_batch(rows=10, seed=2)
     gradients, output = gradients_of(group.workers[0], lambda: group.update_actor(data, ptx).get())
     return {
@@ -355,12 +365,12 @@ def test_the_engine_beside_each_rank_reads_whole_parameters_in_that_ranks_buffer
 
 def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_compute_the_same(two_ranks):
     rows = long_and_short_rows()
-    lengths = rows.batch["attention_mask"].sum(-1).tolist()
+    lengths = padded(rows).batch["attention_mask"].sum(-1).tolist()
     long, short = (len(pack_into_micro_batches(half, BUDGET)) for half in (lengths[:4], lengths[4:]))
     assert long > short
     config = policy_config(str(two_ranks / "model"))
     group = local_group(ActorWorker, config)
-    log_probs = group.compute_log_prob(rows).get().batch["old_log_probs"]
+    log_probs = log_probs_of(rows, group.compute_log_prob(rows).get())
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(rows).get())
     halves = [load_file(two_ranks / f"budget_{rank}") for rank in (0, 1)]
     assert [int(half.pop("passes")) for half in halves] == [2 * long, 2 * long]

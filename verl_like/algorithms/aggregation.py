@@ -46,16 +46,16 @@ def agg_loss(
             them up, so it is 1.
         batch_num_tokens: tokens with mask 1 in the mini-batch.
         global_batch_size: rows with at least one such token in the mini-batch.
-        loss_scale_factor: the constant of seq-mean-token-sum-norm; None = R of this call, which is the same for all
-            micro-batches only when they are padded to the same R.
+        loss_scale_factor: the constant of seq-mean-token-sum-norm, which no other mode reads: in a run
+            `data.max_response_length`.
         scale: (B, R) float, factor of the loss of each token, such as an importance weight; None = 1.
 
     Returns:
         Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).
 
     Raises:
-        ValueError: unknown mode; no counts for several ranks; a count or loss_scale_factor that is not positive
-            although the mask selects tokens.
+        ValueError: unknown mode; no counts for several ranks; seq-mean-token-sum-norm without a loss_scale_factor; a
+            count or loss_scale_factor that is not positive although the mask selects tokens.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
@@ -63,6 +63,11 @@ def agg_loss(
         raise ValueError(
             f"agg_loss got dp_size={dp_size}, batch_num_tokens={batch_num_tokens}, global_batch_size="
             f"{global_batch_size}: one rank cannot count the mini-batch of several; pass both counts"
+        )
+    if loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None:
+        raise ValueError(
+            "loss_agg_mode 'seq-mean-token-sum-norm' got no loss_scale_factor, by which it divides: pass "
+            "data.max_response_length, which config.global_batch_info has"
         )
     loss_mat = loss_mat if scale is None else loss_mat * scale
     if loss_agg_mode == "seq-mean-token-mean":
@@ -79,7 +84,8 @@ def agg_loss(
         rows = loss_mask.bool().any(dim=-1)
         denominator = float(rows.sum()) if global_batch_size is None else global_batch_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        denominator *= loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+        assert loss_scale_factor is not None
+        denominator *= loss_scale_factor
     if denominator > 0:
         return total / denominator * dp_size
     if bool(loss_mask.bool().any()):

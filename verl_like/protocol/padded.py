@@ -217,7 +217,10 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
     for name, column in (columns.written if is_view else view.tensors()).items():
         is_dense_before = name in tensors and not is_jagged(tensors[name])
-        if name in (*VERL_COLUMNS, "prompts", "responses") or column.is_nested:
+        if name in (*VERL_COLUMNS, "prompts", "responses"):
+            continue
+        if column.is_nested:
+            tensors[name] = column
             continue
         if samples:
             by_token = column.shape[:2] == (samples.num_samples, samples.most_rows * in_response.shape[1])

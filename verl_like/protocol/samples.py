@@ -52,16 +52,19 @@ class SampleRows:
         return self.most_rows == 1
 
     def fold(self, column_BR: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, R) -> (S, m R), differentiable; `places` are those of this object on the column's device."""
+        """(B, R, ...) -> (S, m R, ...), differentiable; `places` are those of this object on the column's device."""
         if self.is_plain:
             return column_BR
         places = self.places if places is None else places
-        rows = column_BR.new_zeros(self.num_samples * self.most_rows, column_BR.size(1))
-        return rows.index_copy(0, places, column_BR).view(self.num_samples, -1)
+        rows = column_BR.new_zeros(self.num_samples * self.most_rows, *column_BR.shape[1:])
+        return rows.index_copy(0, places, column_BR).view(self.num_samples, -1, *column_BR.shape[2:])
 
     def unfold(self, column: torch.Tensor) -> torch.Tensor:
         """The inverse of `fold`."""
-        return column.reshape(self.num_samples * self.most_rows, -1).index_select(0, self.places)
+        if self.is_plain:
+            return column
+        rows = column.reshape(self.num_samples * self.most_rows, -1, *column.shape[2:])
+        return rows.index_select(0, self.places)
 
 
 def count_samples(data: DataProto) -> int:

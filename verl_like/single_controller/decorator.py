@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from verl_like.protocol import COLUMNS, DataProto
 from verl_like.protocol.padded import VERL_COLUMNS
+from verl_like.protocol.row_ops import is_jagged
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode
 from verl_like.single_controller.dispatch import (  # here as well, as in verl
     make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
@@ -123,7 +124,8 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
     if not batches or not spec.reads:
         return
     present = {name for batch in batches for name in (*batch.columns(), *batch.meta_info)}
-    if "prompts" in present and not spec.jagged:
+    prompts = [batch.tensors()["prompts"] for batch in batches if "prompts" in batch.tensors()]
+    if any(map(is_jagged, prompts)) and not spec.jagged:
         present |= {*VERL_COLUMNS}
     for name in spec.reads:
         if name.endswith("?") or name in present:

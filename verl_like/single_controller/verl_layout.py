@@ -1,9 +1,10 @@
 """What a method that was written for verl gets and returns: batches with padded columns."""
 
-from verl_like.protocol import DataProto
-from verl_like.protocol.padded import padded, strip, without_padding
+from verl_like.protocol import PAD_COLUMN, DataProto
+from verl_like.protocol.padded import VERL_COLUMNS, padded, strip, without_padding
 from verl_like.protocol.row_ops import is_jagged
 from verl_like.single_controller.decorator import MethodSpec
+from verl_like.single_controller.shard import select_columns
 
 
 def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
@@ -11,9 +12,10 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
 
     Raises ValueError for jagged prompts without the meta entry `padding`, which says how wide padded columns are.
     """
+    columns = spec.read_columns
     if spec.jagged or not _has_jagged_prompts(data):
-        return data
-    return padded(data, spec.read_columns)
+        return data if columns is None else select_columns(data, columns)
+    return padded(data, None if columns is None else (*columns, PAD_COLUMN))
 
 
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
@@ -32,8 +34,8 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
         return jagged
     if "responses" not in data.tensors() or len(result) != len(data):
         return result
-    beside = data.select(batch_keys=["responses"], non_tensor_batch_keys=[])
-    return strip(result, beside).select(batch_keys=list(columns))
+    beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
+    return strip(result, beside).select(batch_keys=[name for name in columns if name not in VERL_COLUMNS])
 
 
 def _has_jagged_prompts(data: DataProto) -> bool:

@@ -291,7 +291,7 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,
         max_prompt_length=data.max_prompt_length,
-        max_response_length=data.max_response_length,
+        max_response_length=config.actor_rollout_ref.rollout.response_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
         truncation=data.truncation,
         max_samples=data.train_max_samples if part == "train" else data.val_max_samples,

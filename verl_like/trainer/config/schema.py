@@ -34,7 +34,7 @@ class DataConfig(ConfigModel):
     reward_fn_key: str = "data_source"
     """Column that names the data source, by which a reward function is chosen."""
     max_prompt_length: PositiveInt = 512
-    """Longest prompt in tokens; every prompt is padded to it."""
+    """Longest prompt in tokens; where prompts are padded, to it."""
     max_response_length: PositiveInt = 512
     """Longest response in tokens; generation stops there."""
     train_batch_size: PositiveInt = 1024

@@ -51,7 +51,7 @@ class ActorConfig(OpenConfigModel):
         LossAggMode, Follows("${aggregation_of_loss:${actor_rollout_ref.actor.policy_loss.loss_mode}}")
     ]
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
-    seq-mean-token-sum-norm (divided by the padded response length). By default the one that the policy loss is defined
+    seq-mean-token-sum-norm (divided by data.max_response_length). By default the one that the policy loss is defined
     with: seq-mean-token-mean for geo_mean, gspo and sapo, token-mean for the others."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus that is subtracted from the loss; 0 switches it off."""
@@ -165,7 +165,7 @@ class CriticConfig(ConfigModel):
     """Clip range of the new value around the old one in the value loss."""
     loss_agg_mode: Annotated[LossAggMode, Follows("${actor_rollout_ref.actor.loss_agg_mode}")]
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or
-    seq-mean-token-sum-norm (divided by the padded response length)."""
+    seq-mean-token-sum-norm (divided by data.max_response_length)."""
 
 
 class RewardModelModelConfig(ModelConfig):
