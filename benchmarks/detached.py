@@ -76,7 +76,7 @@ def detached(
     Under new weights it begins those again, once, that are younger than `restart_below`; `drawn_twice` gets the share
     of all tokens that were drawn for nothing.
     """
-    ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, detached=DetachedBlock(max_staleness=max_staleness))
+    ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, detached=DetachedBlock(), max_staleness=max_staleness)
     part, version, free_slots, now = SAMPLES // num_parts, 0, SLOTS, 0.0
     events: list[tuple[float, int, int]] = []  # (when, number and attempt of the ticket that ends, or -1: a part ends)
     started_at: dict[int, int] = {}

@@ -27,7 +27,7 @@ COMMANDS = {
 }
 SETTINGS = {
     "synchronous": "algorithm.rollout_correction.bypass_mode=true",  # as the detached example has it
-    "detached, 1 maker + 1 trainer": "detached.max_staleness=1",
+    "detached, 1 maker + 1 trainer": "trainer.max_staleness=1",
 }
 
 

@@ -54,7 +54,7 @@ class Trainer:
 def start() -> dict[str, Any]:
     torch.set_num_threads(1)
     dispatch_ray.init(num_cpus=4, store_mib=1024)
-    ledger = ray.remote(num_cpus=0)(PromptLedger).remote(10_000, BATCH, DetachedBlock(max_staleness=STALENESS))
+    ledger = ray.remote(num_cpus=0)(PromptLedger).remote(10_000, BATCH, DetachedBlock(), max_staleness=STALENESS)
     state["trainer"] = Trainer.remote(ledger)
     state["ledger"] = Calls(ledger)
     return {}

@@ -17,7 +17,7 @@ exec .venv/bin/python -m verl_like.trainer.main_detached \
   algorithm.rollout_correction.bypass_mode=True \
   detached.num_makers=1 \
   detached.num_trainers=1 \
-  detached.max_staleness=1 \
+  trainer.max_staleness=1 \
   data.train_files="$DATA_DIR/train.parquet" \
   data.val_files="$DATA_DIR/test.parquet" \
   data.train_batch_size=1024 \

@@ -18,7 +18,7 @@ from verl_like.trainer import checkpoint
 SYNCHRONOUS, DETACHED = "synchronous", "detached"
 PLACEMENT = {
     SYNCHRONOUS: ["trainer.n_gpus_per_node=2"],
-    DETACHED: ["placement=detached", "trainer.n_gpus_per_node=1", "detached.max_staleness=1"],
+    DETACHED: ["placement=detached", "trainer.n_gpus_per_node=1", "trainer.max_staleness=1"],
 }
 RUN = [
     "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=true", "reward.num_workers=2",

@@ -90,7 +90,7 @@ def largest_difference(folder: Path, expected: Path, num_steps: int | None = Non
 
 APART = ["placement=detached", "trainer.n_gpus_per_node=1"]
 GRPO = [*APART, "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=true"]
-AHEAD = ["detached.max_staleness=1", "trainer.total_training_steps=5", "trainer.test_freq=5"]
+AHEAD = ["trainer.max_staleness=1", "trainer.total_training_steps=5", "trainer.test_freq=5"]
 
 
 def run_apart(settings: list[str]) -> int:

@@ -86,7 +86,7 @@ def model_rows(folder: Path) -> Path:
 def test_fields_of_rows_that_a_checkpoint_cannot_hold_are_refused_where_it_holds_rows(
     tmp_path: Path, tiny_llama: Callable
 ):
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), "trainer.pipeline_depth=1"]
+    settings = [*tiny_run_settings(tmp_path, tiny_llama), "trainer.max_staleness=1"]
     settings += ["+resource_pool_spec.rollout_pool=[1]", "role_mapping.rollout=rollout_pool"]
     settings += ["algorithm.rollout_correction.bypass_mode=true", "trainer.n_gpus_per_node=1"]
     rows = pq.read_table(tmp_path / "data.parquet").to_pylist()

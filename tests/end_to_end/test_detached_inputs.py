@@ -66,7 +66,7 @@ def test_a_trainer_that_reads_another_file_than_the_run_began_with_is_refused(
         return {role: LocalWorkerGroup(built, role=role) for role, built in mapping.items()}, []
 
     config = config_with_texts(tmp_path, tiny_llama)
-    config = config.updated({"trainer.total_training_steps": 2, "detached.max_staleness": 3})
+    config = config.updated({"trainer.total_training_steps": 2, "trainer.max_staleness": 3})
     place = {"index": 0, "env_info": {"world_size": 1}, "pools": "none, since its groups start here"}
     trainer = side_of(DetachedPPOTrainer, config.of_trainer("trainer_0"), **place)
     # Ray may have made the class again, whose functions then have a module's names of their own.
@@ -74,7 +74,7 @@ def test_a_trainer_that_reads_another_file_than_the_run_began_with_is_refused(
     monkeypatch.setitem(names, "start_groups", start_here)
     trainer.start()
     learner = trainer.learner
-    assert (learner.max_staleness, len(learner.ptx_dataset), learner.joint) == (3, 8, (0, 1))
+    assert (learner.config.trainer.max_staleness, len(learner.ptx_dataset), learner.joint) == (3, 8, (0, 1))
     with open(tmp_path / "texts.jsonl", "a") as file:
         file.write('\n{"text": "more"}')
     with pytest.raises(ValueError, match=r"^a_side read other files than the run began with: data\.ptx_files\. "):

@@ -59,7 +59,7 @@ def test_makers_and_trainers_reach_the_accuracy_with_at_most_half_as_many_sample
         "trainer.seed=1",
         f"detached.num_makers={makers}",
         f"detached.num_trainers={trainers}",
-        f"detached.max_staleness={staleness}",
+        f"trainer.max_staleness={staleness}",
         *correction,
     ]
     config = load_config(DetachedConfig, broken_detached_rules, settings, "toy", str(ROOT / "examples/detached/config"))

@@ -38,7 +38,7 @@ def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
     for group in groups.values():
         group.init_model()
     config = trainer.config.updated({"trainer.critic_warmup": critic_warmup})
-    return Learner(config, groups, max_staleness=1)
+    return Learner(config.updated({"trainer.max_staleness": 1}), groups)
 
 
 def experience_of(trainer: LocalTrainer, batch: DataProto) -> Experience:
@@ -235,7 +235,7 @@ def test_the_ptx_rows_are_a_function_of_the_step_which_its_parts_and_joint_train
 
     def rows_of(version: int, part: tuple[int, int] = (1, 1), joint: tuple[int, int] = (0, 1)) -> list[list[int]]:
         of_trainer = config.updated({"data.ptx_batch_size": 4 // joint[1]})
-        learner = Learner(of_trainer, trainer.groups, 0, dataset, joint, version)
+        learner = Learner(of_trainer, trainer.groups, dataset, joint, version)
         mini_batches = 2 // part[1]  # of 4 responses each
         batch = experience.batch[slice(0, 4 * mini_batches)]
         batch.meta_info["part_of_step"] = part

@@ -1,4 +1,4 @@
-"""Generation one step ahead of training (`trainer.pipeline_depth=1`)."""
+"""Generation one step ahead of training (`trainer.max_staleness=1`)."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from verl_like.protocol.row_ops import deep_equal
 from verl_like.trainer.experience_maker import Experience
 
 CORRECTED = ["algorithm.rollout_correction.rollout_is=token", "data.max_response_length=6"]
-AHEAD = [*CORRECTED, "trainer.pipeline_depth=1", "+resource_pool_spec.rollout_pool=[1]"]
+AHEAD = [*CORRECTED, "trainer.max_staleness=1", "+resource_pool_spec.rollout_pool=[1]"]
 AHEAD += ["role_mapping.rollout=rollout_pool"]
 TIMES = ("timing_s/", "perf/", "reward/early_ratio", "actor/perf/", "critic/perf/", "training/staleness/")
 

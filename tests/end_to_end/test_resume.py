@@ -64,7 +64,7 @@ def config_of(folder: Path, tiny_llama: Callable, *settings: str, steps: int = 5
     "settings",
     [
         [*PPO, *FILTERED],
-        [*GRPO, *FILTERED, "trainer.pipeline_depth=1", *APART, "algorithm.rollout_correction.bypass_mode=true"],
+        [*GRPO, *FILTERED, "trainer.max_staleness=1", *APART, "algorithm.rollout_correction.bypass_mode=true"],
     ],
     ids=["dynamic sampling", "dynamic sampling a step ahead"],
 )
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
 
 
 def test_responses_that_are_ahead_go_on_with_all_that_is_known_of_them(tmp_path: Path, tiny_llama: Callable):
-    settings = [*GRPO, "trainer.pipeline_depth=1", *APART, "algorithm.rollout_correction.bypass_mode=true"]
+    settings = [*GRPO, "trainer.max_staleness=1", *APART, "algorithm.rollout_correction.bypass_mode=true"]
     run_until(2, tmp_path, tiny_llama, *settings)
     with local_trainer(tmp_path, tiny_llama, *settings, steps=5) as trainer:
         batch, _, metrics = trainer.generated

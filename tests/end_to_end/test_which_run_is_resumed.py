@@ -368,7 +368,7 @@ def test_the_states_that_runs_save_fit_their_schemas_and_others_do_not(config_wi
     record = {"files": {"metrics.jsonl": 1, "timeline.jsonl": 2}, "shown": {"generations": [], "num_validations": 0}}
     loop = record | {"global_step": 3, "best": {"step": 3, "metric": "val-core/acc", "value": 0.5}}
     ppo = loop | {"num_prompt_batches": 4, "upcoming_batch": 3, "version": 3, "kl_coef": 0.25}
-    ledger = PromptLedger(4, 6, DetachedBlock(num_makers=1, num_trainers=2, max_staleness=1))
+    ledger = PromptLedger(4, 6, DetachedBlock(num_makers=1, num_trainers=2), max_staleness=1)
     ledger.take("maker_0.1", 0, 3)
     ledger.keep_kl_coef(0, 0.125)
     detached = record | {"ledger": ledger.state() | {"effective_sample_sizes": [math.nan]}, "validated": -1}

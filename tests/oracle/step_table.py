@@ -338,7 +338,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
     "average": [f"{ACTOR}.ema_decay"],
-    "pipeline": ["trainer.pipeline_depth"],
+    "pipeline": ["trainer.max_staleness"],
     "limit": ["reward.num_workers", "reward.timeout_s", "reward.max_memory_gb", "trainer.call_timeout_s"],
     "placement": [
         *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "resource_pool_spec", "role_mapping"),

@@ -346,12 +346,18 @@ def test_warm_up_is_given_once():
 def test_generation_ahead_needs_a_pool_of_its_own_and_a_correction():
     corrected = "algorithm.rollout_correction.rollout_is=token"
     own_pool = ["+resource_pool_spec.rollout_pool=[2]", "role_mapping.rollout=rollout_pool"]
-    assert small("trainer.pipeline_depth=1", corrected, *own_pool).trainer.pipeline_depth == 1
-    assert small("trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true", *own_pool)
-    shared = refusal("trainer.pipeline_depth=1", corrected)
+    assert small("trainer.max_staleness=1", corrected, *own_pool).trainer.max_staleness == 1
+    assert small("trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true", *own_pool)
+    shared = refusal("trainer.max_staleness=1", corrected)
     assert "actor, critic and rollout share the pool global_pool" in shared and "rollout_is=token" not in shared
-    assert "weights one version older drew" in refusal("trainer.pipeline_depth=1", *own_pool)
-    refusal("trainer.pipeline_depth=2", corrected, *own_pool)
+    assert "weights one version older drew" in refusal("trainer.max_staleness=1", *own_pool)
+    too_old = refusal("trainer.max_staleness=2", corrected, *own_pool)
+    assert "trainer.max_staleness=2 is of main_detached" in too_old and "main_ppo takes 0 or 1" in too_old
+
+
+@pytest.mark.parametrize("key", ["trainer.pipeline_depth", "detached.max_staleness"])
+def test_a_key_of_an_earlier_version_is_refused_with_its_successor(key):
+    assert f"{key}: there is no such key; set trainer.max_staleness, which replaces it" in refusal(f"{key}=1")
 
 
 def test_a_quantised_engine_is_vllm_with_a_form_that_takes_updates_and_a_correction():

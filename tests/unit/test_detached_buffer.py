@@ -77,7 +77,7 @@ def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
 
 
 def test_groups_that_came_together_in_the_order_of_their_prompts_are_taken_where_they_lie():
-    ledger = PromptLedger(num_steps=2, batch_size=4, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=2, batch_size=4, detached=DetachedBlock(), max_staleness=1)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=8)
     first, second, third, *rest = ledger.take("maker", 0, 8)
     come = [groups([third, first, second], 0, 0, 0), groups(rest, 0, 0, 0, 0, 0)]
@@ -131,7 +131,7 @@ def test_groups_that_lack_a_sample_of_several_rows_are_refused():
 
 
 def test_the_oldest_row_of_a_sample_counts():
-    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(), max_staleness=1)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 1, 2)
     batch = groups_with_turns(*tickets)
@@ -142,7 +142,7 @@ def test_the_oldest_row_of_a_sample_counts():
 
 
 def test_the_oldest_token_of_a_group_decides_when_it_is_due():
-    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(), max_staleness=1)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     zero, one = ledger.take("maker", 0, 2)
     buffer.extend("maker", [zero], groups([zero], 0), {})
@@ -154,7 +154,7 @@ def test_the_oldest_token_of_a_group_decides_when_it_is_due():
 
 
 def test_the_oldest_sample_of_a_group_counts_wherever_it_stands():
-    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=5, batch_size=1, detached=DetachedBlock(), max_staleness=1)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     (ticket,) = ledger.take("maker", 1, 1)
     batch = groups([ticket], 2)
@@ -235,7 +235,7 @@ def test_a_trainer_waits_anew_after_a_maker_was_given_up():
 
 def test_a_trainer_notices_that_what_it_waits_for_was_given_up():
     """Prompts 0 to 3 are due at version 1, the last of which is not to come."""
-    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(), max_staleness=1)
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 4)
     buffer.extend("maker", tickets[:2], groups(tickets[:2], 0, 0), {})
@@ -258,7 +258,7 @@ def test_parts_of_groups_are_refused():
 
 def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
     num_steps, share = 6, 8
-    ledger = PromptLedger(num_steps=num_steps, batch_size=share, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=num_steps, batch_size=share, detached=DetachedBlock(), max_staleness=1)
     buffer, lock, version = ExperienceBuffer(ledger, trainer=0, limit=16), threading.Lock(), [0]
 
     class Locked:

@@ -58,7 +58,7 @@ NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.pat
 SMALL = ["data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "actor_rollout_ref.rollout.n=4"]
 SMALL += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"]
 
-IN_FLIGHT = ["detached.update_in_flight=true", "detached.max_staleness=1"]
+IN_FLIGHT = ["detached.update_in_flight=true", "trainer.max_staleness=1"]
 IN_FLIGHT += ["algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.weight_transport=gloo"]
 
 
@@ -69,7 +69,7 @@ def config_of(*overrides: str) -> DetachedConfig:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["detached.max_staleness=2"], "detached.max_staleness=2 trains on responses that older weights drew"),
+        (["trainer.max_staleness=2"], "trainer.max_staleness=2 trains on responses that older weights drew"),
         (["detached.update_steps=2"], "set it to at most 1"),
         (["worker_classes.critic=a.Critic"], "worker_classes.critic: makers run a copy of the built-in worker"),
         (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
@@ -81,8 +81,7 @@ def config_of(*overrides: str) -> DetachedConfig:
             "loss_mode=clip_cov compares the rows of a batch",
         ),
         ([*IN_FLIGHT, "actor_rollout_ref.rollout.name=vllm_async"], "has no steps of a token"),
-        (["detached.update_in_flight=true"], "and detached.max_staleness of at least 1"),
-        (["trainer.pipeline_depth=1", "algorithm.rollout_correction.bypass_mode=true"], "set detached.max_staleness=1"),
+        (["detached.update_in_flight=true"], "and trainer.max_staleness of at least 1"),
         (["trainer.best_ckpt_metric=acc", "trainer.test_freq=1"], "here validations come after saves; set null"),
         (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),
         (["detached.num_trainers=5"], "data.train_batch_size=12 does not divide by detached.num_trainers=5"),
@@ -135,13 +134,13 @@ def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
         (["actor_rollout_ref.actor.ppo_epochs=2"], 1),
         (["critic.ppo_epochs=2"], 1),
         (["critic.ppo_epochs=2", "algorithm.adv_estimator=grpo"], 2),
-        (["detached.max_staleness=0"], 1),
+        (["trainer.max_staleness=0"], 1),
     ],
 )
 def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computation(
     overrides: list[str], num_parts: int
 ):
-    ahead = ["detached.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"]
+    ahead = ["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"]
     config = config_of(*ahead, *overrides)
     assert config.num_parts_of_step == num_parts
     three = ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]", "actor_rollout_ref.rollout.n=2"]
@@ -149,7 +148,7 @@ def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computati
 
 
 def test_what_a_rule_is_not_about_is_allowed():
-    config_of("detached.max_staleness=2", "algorithm.rollout_correction.rollout_is=token")
+    config_of("trainer.max_staleness=2", "algorithm.rollout_correction.rollout_is=token")
     config_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")  # one maker sees the KL of all
     no_copy = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo"]
     config_of(*no_copy, "actor_rollout_ref.rollout.dtype=bfloat16")

@@ -40,7 +40,7 @@ def test_without_staleness_a_step_is_the_next_prompts_in_order_dealt_to_the_trai
 
 
 def test_a_maker_runs_ahead_by_the_bound_and_no_further_than_the_run():
-    ledger = PromptLedger(num_steps=4, batch_size=5, detached=DetachedBlock(max_staleness=2))
+    ledger = PromptLedger(num_steps=4, batch_size=5, detached=DetachedBlock(), max_staleness=2)
     assert len(ledger.take("maker", 0, 99)) == 15
     assert len(ledger.take("maker", 1, 99)) == 5
     assert ledger.take("maker", 2, 99) == []
@@ -49,7 +49,7 @@ def test_a_maker_runs_ahead_by_the_bound_and_no_further_than_the_run():
 
 def test_what_is_due_together_is_begun_early_enough():
     """Prompts 1 and 2 are both due at version 2, where one has a place: the other has to be trained at version 1."""
-    ledger = PromptLedger(num_steps=9, batch_size=1, detached=DetachedBlock(max_staleness=2))
+    ledger = PromptLedger(num_steps=9, batch_size=1, detached=DetachedBlock(), max_staleness=2)
     zero, one, two = ledger.take("slow", 0, 9)
     deliver(ledger, "slow", [zero], 0)
     ledger.trained(ledger.choose(0, 0, 1), 0)
@@ -64,7 +64,7 @@ def test_what_is_due_together_is_begun_early_enough():
 
 
 def test_within_the_bound_the_first_to_come_is_taken_and_what_is_due_may_wait_for_the_last_part_of_a_step():
-    ledger = PromptLedger(num_steps=9, batch_size=4, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=9, batch_size=4, detached=DetachedBlock(), max_staleness=1)
     tickets = ledger.take("maker", 0, 9)
     deliver(ledger, "maker", [tickets[6], tickets[2]], 0)
     assert ledger.choose(0, 0, 3) is None, "two have come"
@@ -82,7 +82,7 @@ def test_within_the_bound_the_first_to_come_is_taken_and_what_is_due_may_wait_fo
 
 
 def test_the_version_of_the_oldest_token_counts_not_that_of_the_ticket():
-    ledger = PromptLedger(num_steps=9, batch_size=1, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=9, batch_size=1, detached=DetachedBlock(), max_staleness=1)
     zero, one = ledger.take("maker", 0, 2)
     deliver(ledger, "maker", [zero], 0)
     ledger.trained(ledger.choose(0, 0, 1), 0)
@@ -100,7 +100,7 @@ def test_the_version_of_the_oldest_token_counts_not_that_of_the_ticket():
 
 def test_what_is_begun_again_with_newer_weights_is_due_later_and_may_no_longer_have_older_tokens():
     """Prompts 0 to 2 are due at version 1, where two have a place; begun again 2 is due at version 2."""
-    ledger = PromptLedger(num_steps=9, batch_size=2, detached=DetachedBlock(max_staleness=1))
+    ledger = PromptLedger(num_steps=9, batch_size=2, detached=DetachedBlock(), max_staleness=1)
     zero, one, two, three = ledger.take("maker", 0, 9)
     deliver(ledger, "maker", [three], 0)
     assert ledger.choose(0, 0, 1) == [3] and ledger.choose(0, 0, 1) is None
@@ -173,7 +173,7 @@ def test_a_trainer_with_its_share_waits_until_the_others_have_theirs():
 def test_routing_is_in_turn_or_to_the_emptiest_buffer():
     def given(routing: str) -> list[int]:
         ledger = PromptLedger(
-            num_steps=5, batch_size=6, detached=DetachedBlock(num_trainers=2, max_staleness=1, routing=routing)
+            num_steps=5, batch_size=6, detached=DetachedBlock(num_trainers=2, routing=routing), max_staleness=1
         )
         first = ledger.take("maker", 0, 4)
         deliver(ledger, "maker", [ticket for ticket in first if ticket.trainer == 0], 0)
@@ -187,7 +187,8 @@ def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_f
     ledger = PromptLedger(
         num_steps=9,
         batch_size=4,
-        detached=DetachedBlock(num_trainers=2, max_staleness=3, min_effective_sample_size=0.6),
+        detached=DetachedBlock(num_trainers=2, min_effective_sample_size=0.6),
+        max_staleness=3,
     )
     tickets = ledger.take("maker", 0, 6)
     deliver(ledger, "maker", tickets, 0)
@@ -206,7 +207,7 @@ def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_f
 @pytest.mark.parametrize(("limit", "brakes"), [(0.6, True), (0.0, False)])
 def test_an_effective_sample_size_that_is_not_a_number_brakes_too(limit: float, brakes: bool):
     ledger = PromptLedger(
-        num_steps=9, batch_size=2, detached=DetachedBlock(max_staleness=3, min_effective_sample_size=limit)
+        num_steps=9, batch_size=2, detached=DetachedBlock(min_effective_sample_size=limit), max_staleness=3
     )
     deliver(ledger, "maker", ledger.take("maker", 0, 2), 0)
     assert ledger.trained(ledger.choose(0, 0, 2), 0, float("nan"))["brake"] == brakes
@@ -220,8 +221,8 @@ def restored(ledger: PromptLedger) -> PromptLedger:
 
 
 def test_a_run_that_goes_on_gives_out_again_what_was_begun_and_not_trained_and_counts_it():
-    settings = DetachedBlock(num_trainers=2, max_staleness=1, max_attempts=2, min_effective_sample_size=0.5)
-    ledger = PromptLedger(num_steps=4, batch_size=4, detached=settings)
+    settings = DetachedBlock(num_trainers=2, max_attempts=2, min_effective_sample_size=0.5)
+    ledger = PromptLedger(num_steps=4, batch_size=4, detached=settings, max_staleness=1)
     zero, one, *rest = ledger.take("slow", 0, 2) + ledger.take("fast", 0, 5)
     ledger.lost("slow")
     assert ledger.take("next", 0, 1) == [Ticket(0, 1, 1)]
@@ -252,8 +253,8 @@ def test_a_run_that_goes_on_gives_out_again_what_was_begun_and_not_trained_and_c
 
 
 def test_a_run_that_is_to_end_ends_after_the_step_that_no_trainer_has_done():
-    settings = DetachedBlock(num_trainers=2, max_staleness=1)
-    ledger = PromptLedger(num_steps=3, batch_size=4, detached=settings)
+    settings = DetachedBlock(num_trainers=2)
+    ledger = PromptLedger(num_steps=3, batch_size=4, detached=settings, max_staleness=1)
     deliver(ledger, "maker", ledger.take("maker", 0, 6), 0)
     assert ledger.last_step() == 3
     ledger.trained(ledger.choose(0, 0, 2), 0)
@@ -357,13 +358,14 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
     update_steps = dice.randint(1, staleness + 1)
     settings = DetachedBlock(
         num_trainers=num_trainers,
-        max_staleness=staleness,
         routing=dice.choice(["round_robin", "least_loaded"]),
         max_attempts=dice.randint(1, 3),
         update_steps=update_steps,
         min_effective_sample_size=dice.choice([0.0, 0.3, 1.0]),
     )
-    ledger = PromptLedger(num_steps=num_steps, batch_size=num_trainers * share, detached=settings)
+    ledger = PromptLedger(
+        num_steps=num_steps, batch_size=num_trainers * share, detached=settings, max_staleness=staleness
+    )
     makers = [Maker(f"maker {index}", dice.choice([0.05, 0.4, 0.9]), 0) for index in range(dice.randint(1, 4))]
     world = World(dice, ledger, share, staleness, makers, update_steps=update_steps)
     world.taken = [[] for _ in range(num_trainers)]

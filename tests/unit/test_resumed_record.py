@@ -1,11 +1,13 @@
 """What a resumed run goes on with, of the record that it was to write."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_like.trainer import checkpoint
 from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import ResumedRun, lock_run, read_config
+from verl_like.trainer.resume import ResumedRun, lock_run, read_config, rename_keys
 from verl_like.trainer.run_recorder import RunRecorder
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
@@ -49,3 +51,24 @@ def test_a_configuration_that_no_run_writes_is_refused_with_what_is_wrong_in_it(
     assert str(refused.value) == f"{tmp_path}/config.yaml is not YAML that a run writes {fault}"
     (tmp_path / "config.yaml").write_text(f"a: {'[' * 49}7{']' * 49}")
     assert list(read_config(tmp_path)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"trainer": {"pipeline_depth": 1}}, {"trainer": {"max_staleness": 1}}),
+        (
+            {"trainer": {"pipeline_depth": 0}, "detached": {"max_staleness": 3, "num_makers": 2}},
+            {"trainer": {"max_staleness": 3}, "detached": {"num_makers": 2}},
+        ),
+        (
+            {"trainer": {"pipeline_depth": 0}, "detached": {"max_staleness": 0}},
+            {"trainer": {"max_staleness": 0}, "detached": {}},
+        ),
+        ({"trainer": {"max_staleness": 1}}, {"trainer": {"max_staleness": 1}}),
+    ],
+)
+def test_the_record_of_a_run_of_an_earlier_version_is_read_by_the_keys_of_today(before, now):
+    saved = OmegaConf.create(before)
+    rename_keys(saved, DetachedConfig.replaced_keys)
+    assert OmegaConf.to_container(saved) == now

@@ -87,7 +87,7 @@ class ExperienceMaker:
     def complete(self, generated: Generated) -> Experience:
         """Makes experience of what `sample` returned."""
         batch, scores, generation_metrics = generated
-        if self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.pipeline_depth:
+        if self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)

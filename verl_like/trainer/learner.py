@@ -47,8 +47,6 @@ class Learner:
     config: PPOConfig
     groups: Mapping[str, WorkerGroup]
     """Among them the actor's and, where there is one, the critic's."""
-    max_staleness: int
-    """Most training steps between the weights that drew a token and those that are trained on it."""
     ptx_dataset: ConversationDataset | None = None
     """The rows of `data.ptx_files`."""
     joint: tuple[int, int] = (0, 1)
@@ -109,14 +107,15 @@ class Learner:
             )
         oldest = [min(version for version, _, _ in spans) for spans in batch.non_tensor_batch["policy_version"]]
         staleness_B = self.version - np.array(oldest)
-        assert staleness_B.min() >= 0 and staleness_B.max() <= self.max_staleness, (staleness_B, self.max_staleness)
+        max_staleness = self.config.trainer.max_staleness
+        assert staleness_B.min() >= 0 and staleness_B.max() <= max_staleness, (staleness_B, max_staleness)
         return {
             "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=len(batch)),
             "training/staleness/max": Metric.max(staleness_B.max()),
         } | {
             f"training/staleness/share_{steps}": Metric.mean((staleness_B == steps).mean(), weight=len(batch))
-            for steps in range(self.max_staleness + 1)
-            if self.max_staleness
+            for steps in range(max_staleness + 1)
+            if max_staleness
         }
 
     def export_weights(self) -> Weights:

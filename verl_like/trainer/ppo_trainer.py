@@ -76,7 +76,7 @@ class RayPPOTrainer(TrainingLoop):
         self.num_prompt_batches = 0
         """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
         self.generated: Generated | None = None
-        """The responses of the next step, with `trainer.pipeline_depth=1`."""
+        """The responses of the next step, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
         """The number of their batch of prompts."""
         self.groups: dict[str, WorkerGroup] = {}
@@ -105,7 +105,7 @@ class RayPPOTrainer(TrainingLoop):
             self.recorder.console.say(engine_check.UNKNOWN_ROLLOUT)
             return
         # On a GPU that they share, the actor computes when the engine sleeps, which then has no weights.
-        is_shared = config.trainer.device == "cuda" and not config.trainer.pipeline_depth
+        is_shared = config.trainer.device == "cuda" and not config.trainer.max_staleness
         sleeps = is_shared and config.actor_rollout_ref.rollout.free_cache_engine
         if sleeps:
             self.groups[Role.Rollout].sleep()
@@ -129,7 +129,7 @@ class RayPPOTrainer(TrainingLoop):
         )
 
     def build_learner(self) -> Learner:
-        return Learner(self.config, self.groups, self.config.trainer.pipeline_depth, self.ptx_dataset)
+        return Learner(self.config, self.groups, self.ptx_dataset)
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """A worker group for each role; training roles of one pool share their processes."""
@@ -140,10 +140,10 @@ class RayPPOTrainer(TrainingLoop):
         return groups
 
     def next_step(self) -> dict[str, float]:
-        """`step` on the next batch of prompts, with `trainer.pipeline_depth` beside the batch after it."""
+        """`step` on the next batch of prompts, with `trainer.max_staleness=1` beside the batch after it."""
         prompts = self.prompts_of(self.upcoming_batch) if self.generated else self.next_prompts()
         self.upcoming_batch = self.num_prompt_batches
-        is_ahead = self.config.trainer.pipeline_depth and self.global_step < self.config.num_steps_of_run
+        is_ahead = self.config.trainer.max_staleness and self.global_step < self.config.num_steps_of_run
         metrics = self.step(prompts, self.next_prompts() if is_ahead else None)
         return metrics | {"training/epoch": prompts.meta_info["epoch"]}
 
@@ -165,7 +165,7 @@ class RayPPOTrainer(TrainingLoop):
         Calls that do not need each other's results are submitted together and collected afterwards: on pools of
         their own they overlap, on a shared pool they queue, and the numbers are the same.
 
-        `upcoming` are the prompts of the next step where `trainer.pipeline_depth` is 1. Responses to them are generated
+        `upcoming` are the prompts of the next step where `trainer.max_staleness` is 1. Responses to them are generated
         meanwhile, with the weights that this step starts from.
         """
         prompts.meta_info["global_steps"] = self.global_step

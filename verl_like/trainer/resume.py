@@ -151,6 +151,7 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
     try:
         read_fingerprints(run_dir)
         saved = read_config(run_dir)
+        rename_keys(saved, type(config).replaced_keys)
         merged = OmegaConf.merge(default_tree(type(config)), saved)
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
@@ -164,6 +165,16 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         for key in sorted({*there, *here})
         if there.get(key) != here.get(key) and not any(fnmatchcase(key, free) for free in _FREE_KEYS)
     ]
+
+
+def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
+    """Gives the keys of a run of an earlier version, some of which have successors, their names of today."""
+    for key, successor in replaced.items():
+        section, _, name = key.rpartition(".")
+        if section in saved and name in saved[section]:
+            value = saved[section].pop(name)
+            # Of several that one key replaces, the one that says something counts.
+            OmegaConf.update(saved, successor, value or OmegaConf.select(saved, successor) or value, force_add=True)
 
 
 def read_fingerprints(run_dir: Path) -> dict[str, str]:

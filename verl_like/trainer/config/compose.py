@@ -271,6 +271,8 @@ def _values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> str:
+    if successor := schema.replaced_keys.get(path):
+        return f"; set {successor}, which replaces it"
     for key, registry in schema.algorithm_keys.items():
         if name := registry.name_with_option(path):
             return f"; it is an option of the {registry.kind} {name}: set {key}={name}, or remove the option"

@@ -224,19 +224,24 @@ def bypass_leaves_out_nothing_that_is_needed(config: PPOConfig) -> Iterator[str]
 
 
 def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Iterator[str]:
-    if not config.trainer.pipeline_depth:
+    if config.has_makers or not config.trainer.max_staleness:
         return
+    if config.trainer.max_staleness > 1:
+        yield (
+            f"trainer.max_staleness={config.trainer.max_staleness} is of main_detached, where makers run several steps "
+            "ahead; main_ppo takes 0 or 1"
+        )
     pool, correction = config.role_mapping.get(Role.Rollout), config.algorithm.rollout_correction
     sharing = [role for role in config.active_roles if role != Role.Rollout and config.role_mapping.get(role) == pool]
     if sharing:
         yield (
-            f"trainer.pipeline_depth=1 generates while other roles compute, but {', '.join(sharing)} and rollout share "
+            f"trainer.max_staleness=1 generates while other roles compute, but {', '.join(sharing)} and rollout share "
             f"the pool {pool}; give rollout a pool of its own, e.g. +resource_pool_spec.rollout_pool=[1] "
             "role_mapping.rollout=rollout_pool"
         )
     if not (correction.rollout_is or correction.bypass_mode):
         yield (
-            "trainer.pipeline_depth=1 trains on responses that weights one version older drew, and nothing accounts "
+            "trainer.max_staleness=1 trains on responses that weights one version older drew, and nothing accounts "
             "for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
         )
 

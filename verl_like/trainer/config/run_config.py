@@ -110,6 +110,8 @@ class RunConfig(ConfigModel):
     keys_are_listed_by: ClassVar[str] = "--print-config"
     algorithm_keys: ClassVar[dict[str, Registry]] = {}
     """Keys that name an algorithm, and where it is found. Its own options become keys too."""
+    replaced_keys: ClassVar[dict[str, str]] = {}
+    """Keys of earlier versions with their successors, which a refusal names; an old run's record may have them."""
 
     plugins: Strings = ()
     """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""

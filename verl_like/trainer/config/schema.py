@@ -152,9 +152,11 @@ class TrainerConfig(LoopConfig):
     """Passes over the training prompts."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First training steps in which only the critic is updated; the actor's schedule counts the others."""
-    pipeline_depth: Annotated[int, Field(ge=0, le=1)] = 0
-    """Steps that generation runs ahead: with 1 the next responses are generated while this step trains, with weights
-    one version older. The rollout then needs a pool of its own."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Most training steps between the weights that drew a token and those that are trained on it. With 0 a batch is
+    drawn with the weights that it trains. With 1 main_ppo generates the next responses while a step trains; the rollout
+    then needs a pool of its own. main_detached takes any number, and above 0 its trainers train each mini-batch as it
+    arrives, where ppo_epochs is 1 and the mini-batches of actor and critic are equally large."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
 
@@ -165,6 +167,12 @@ class PPOConfig(RunConfig):
     base_name: ClassVar[str] = "ppo_trainer"
     presets: ClassVar[dict[str, str]] = {"placement": "colocated", "device": "cuda"}
     keys_are_listed_by: ClassVar[str] = "docs/config.md"
+    replaced_keys: ClassVar[dict[str, str]] = {
+        "trainer.pipeline_depth": "trainer.max_staleness",
+        "detached.max_staleness": "trainer.max_staleness",
+    }
+    has_makers: ClassVar[bool] = False
+    """Whether experience is made by others than the driver."""
     algorithm_keys: ClassVar[dict[str, Registry]] = {
         "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS,
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,

@@ -29,14 +29,10 @@ class DetachedBlock(ConfigModel):
     num_trainers: PositiveInt = 1
     """Trainers of the one model. Each has pools of its own, of the sizes of the pools of actor and critic, and an equal
     part of every batch."""
-    max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Most training steps between the weights that drew a token and those that are trained on it. 0 is as the
-    synchronous trainer: a batch is drawn with the weights that it trains. Above 0 a trainer trains each mini-batch as
-    it arrives, where ppo_epochs is 1 and the mini-batches of actor and critic are equally large."""
     experience_batch_size: PositiveInt | None = None
     """PROMPTS that a maker has in flight; null means an equal part of data.train_batch_size for each maker."""
     update_steps: PositiveInt = 1
-    """Training steps between two pushes of the weights to the makers, at most max_staleness + 1."""
+    """Training steps between two pushes of the weights to the makers, at most trainer.max_staleness + 1."""
     update_in_flight: bool = False
     """Whether a maker sends the responses to a prompt when they have ended, begins others in their place, and loads
     newer weights in mid-response; otherwise it takes and sends the prompts of a step together."""
@@ -59,6 +55,7 @@ class DetachedConfig(PPOConfig):
 
     base_name: ClassVar[str] = "detached_trainer"
     presets: ClassVar[dict[str, str]] = {"placement": "detached", "device": "cuda"}
+    has_makers: ClassVar[bool] = True
 
     detached: DetachedBlock
 
@@ -73,7 +70,7 @@ class DetachedConfig(PPOConfig):
             return 1
         is_one_schedule = critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
         is_same = actor.ppo_epochs == 1 and (is_one_schedule or not self.needs_critic)
-        return self.data.train_batch_size // actor.ppo_mini_batch_size if self.detached.max_staleness and is_same else 1
+        return self.data.train_batch_size // actor.ppo_mini_batch_size if self.trainer.max_staleness and is_same else 1
 
     @property
     def maker_names(self) -> list[str]:
@@ -138,17 +135,15 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     if problems := list(broken_rules(config)):
         yield from problems
         return
-    detached, algorithm = config.detached, config.algorithm
-    if config.trainer.pipeline_depth:
-        yield "trainer.pipeline_depth=1 is of the synchronous trainer; set detached.max_staleness=1 instead"
+    detached, algorithm, max_staleness = config.detached, config.algorithm, config.trainer.max_staleness
     if config.trainer.best_ckpt_metric is not None:
         yield "trainer.best_ckpt_metric is of the synchronous trainer: here validations come after saves; set null"
     if algorithm.filter_groups.enable:
         yield "algorithm.filter_groups.enable=true replaces prompts, which detached makers cannot yet; set it to false"
     correction = algorithm.rollout_correction
-    if detached.max_staleness and not (correction.rollout_is or correction.bypass_mode):
+    if max_staleness and not (correction.rollout_is or correction.bypass_mode):
         yield (
-            f"detached.max_staleness={detached.max_staleness} trains on responses that older weights drew, and nothing "
+            f"trainer.max_staleness={max_staleness} trains on responses that older weights drew, and nothing "
             "accounts for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
         )
     yield from updates_in_flight_fit(config)
@@ -160,16 +155,16 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             "for old log-probabilities; set algorithm.rollout_correction.bypass_mode=true, as many prompts in "
             "actor_rollout_ref.actor.ppo_mini_batch_size as in data.train_batch_size, or gloo"
         )
-    if detached.update_steps > detached.max_staleness + 1:
+    if detached.update_steps > max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
-            f"detached.max_staleness={detached.max_staleness}: makers would wait for weights for ever; set it to at "
-            f"most {detached.max_staleness + 1}"
+            f"trainer.max_staleness={max_staleness}: makers would wait for weights for ever; set it to at "
+            f"most {max_staleness + 1}"
         )
-    if detached.min_effective_sample_size and detached.update_steps == detached.max_staleness + 1:
+    if detached.min_effective_sample_size and detached.update_steps == max_staleness + 1:
         yield (
             f"detached.min_effective_sample_size={detached.min_effective_sample_size} has no effect: with "
-            f"detached.max_staleness={detached.max_staleness} and detached.update_steps={detached.update_steps} makers "
+            f"trainer.max_staleness={max_staleness} and detached.update_steps={detached.update_steps} makers "
             "wait for the newest weights anyway; set it to 0, or max_staleness higher"
         )
     trained = {config.role_mapping[role] for role in config.active_roles if role in TRAINED}
@@ -198,12 +193,12 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
 
 
 def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
-    detached, algorithm = config.detached, config.algorithm
-    if detached.update_in_flight and not (detached.max_staleness and algorithm.rollout_correction.bypass_mode):
+    detached, algorithm, max_staleness = config.detached, config.algorithm, config.trainer.max_staleness
+    if detached.update_in_flight and not (max_staleness and algorithm.rollout_correction.bypass_mode):
         yield (
             "detached.update_in_flight=true makes responses of which each token may be of other weights: it needs "
             "algorithm.rollout_correction.bypass_mode=true, since only the engine knows the log-probabilities that "
-            "they were drawn with, and detached.max_staleness of at least 1"
+            "they were drawn with, and trainer.max_staleness of at least 1"
         )
     if detached.restart_below and not detached.update_in_flight:
         yield f"detached.restart_below={detached.restart_below} has no effect without detached.update_in_flight=true"

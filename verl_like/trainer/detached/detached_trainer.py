@@ -57,7 +57,7 @@ class DetachedPPOTrainer(Side):
         super().__init__(config, model_fn, env_info, pools, fingerprints)
         self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
         self.pushing = threading.Lock()
-        room = self.config.data.train_batch_size * (config.detached.max_staleness + 1)
+        room = self.config.data.train_batch_size * (config.trainer.max_staleness + 1)
         makers = () if self.index else experience_maker_holder_name_list
         # As long as the first step waits for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
@@ -215,7 +215,7 @@ class DetachedPPOTrainer(Side):
             joint = JointTrainer(self.index, world_size, *address)
         self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, joint)
         ptx = load_ptx_dataset(config, load_tokenizer(config.actor_rollout_ref.model))
-        self.learner = Learner(config, self.groups, config.detached.max_staleness, ptx, (self.index, world_size))
+        self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         self.recorder.placement = placement_rows(placement)

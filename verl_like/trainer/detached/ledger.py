@@ -61,9 +61,16 @@ class PromptLedger:
     """
 
     def __init__(
-        self, num_steps: int, batch_size: int, detached: DetachedBlock, saved: Mapping[str, Any] | None = None
+        self,
+        num_steps: int,
+        batch_size: int,
+        detached: DetachedBlock,
+        saved: Mapping[str, Any] | None = None,
+        *,
+        max_staleness: int = 0,
     ) -> None:
-        self.num_steps, self._last_step, self.detached = num_steps, num_steps, detached
+        self.num_steps, self._last_step = num_steps, num_steps
+        self.detached, self.max_staleness = detached, max_staleness
         num_trainers = detached.num_trainers
         self.share = batch_size // num_trainers
         self._effective_sample_sizes = [1.0] * num_trainers  # in the last step of each trainer
@@ -133,7 +140,7 @@ class PromptLedger:
         """
         if maker in self._lost or self.has_trained_all():
             return None
-        ahead = self.detached.update_steps if self.is_braking else self.detached.max_staleness + 1
+        ahead = self.detached.update_steps if self.is_braking else self.max_staleness + 1
         allowed = min(version + ahead, self._last_step) * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
@@ -205,7 +212,7 @@ class PromptLedger:
         numbers = chosen[trainer]
         for number in numbers:
             entry = self._open[number]
-            assert 0 <= version - entry.version <= self.detached.max_staleness, (number, entry, version)
+            assert 0 <= version - entry.version <= self.max_staleness, (number, entry, version)
             entry.taken_at = version
         self._taken[trainer] += num_groups
         self._buffered[trainer] -= num_groups
@@ -213,7 +220,7 @@ class PromptLedger:
 
     def _choice(self, trainer: int, version: int, num_groups: int) -> list[int]:
         """What `choose` says as far as this trainer goes; empty while it must wait."""
-        max_staleness = self.detached.max_staleness
+        max_staleness = self.max_staleness
         open_ = {n: e for n, e in self._open.items() if e.trainer == trainer and e.taken_at is None}
         there = sorted((e.version, e.arrival, n) for n, e in open_.items() if e.arrival is not None)[:num_groups]
         places = (version + 1) * self.share - self._taken[trainer] - num_groups  # that this step has left afterwards

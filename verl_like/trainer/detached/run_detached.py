@@ -153,7 +153,11 @@ class DetachedRun:
         reserve([pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()])
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
-            steps, config.data.train_batch_size, detached, self.resumed.state["ledger"] if self.resumed else None
+            steps,
+            config.data.train_batch_size,
+            detached,
+            self.resumed.state["ledger"] if self.resumed else None,
+            max_staleness=config.trainer.max_staleness,
         )
         trainer_class: Any = DetachedPPOTrainer
         host, port, count = ray.util.get_node_ip_address(), 0, detached.num_trainers
