@@ -217,7 +217,7 @@ def restored(ledger: PromptLedger) -> PromptLedger:
     """The ledger of the run that goes on when all others are killed."""
     saved = json.loads(json.dumps(ledger.state()))
     num_prompts = ledger.share * ledger.detached.num_trainers
-    return PromptLedger(ledger.num_steps, num_prompts, ledger.detached, saved)
+    return PromptLedger(ledger.num_steps, num_prompts, ledger.detached, saved, max_staleness=ledger.max_staleness)
 
 
 def test_a_run_that_goes_on_gives_out_again_what_was_begun_and_not_trained_and_counts_it():
