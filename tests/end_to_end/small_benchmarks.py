@@ -7,8 +7,8 @@ import sys
 
 from benchmarks.harness import ROOT
 
-HELPERS = {"gpu_check", "harness", "serve", "table", "toy_world", "versions"}
-"""Files of benchmarks/ that `make bench` does not run: gpu_check and versions need a GPU and another checkout."""
+HELPERS = {"driver", "gpu_check", "harness", "serve", "table", "toy_world", "versions"}
+"""Files of benchmarks/ that `make bench` does not run: gpu_check needs a GPU, driver and versions another checkout."""
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
 WITHOUT_A_SIDE_OF_OURS = {"algorithms_beside_verl"}
 """Our functions and verl's run in one process of the peers' environment. It writes no result."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from verl_like.protocol import DataProto, Future, Metric
+from verl_like.protocol.samples import SAMPLE_COLUMN
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
 from verl_like.workers.models.packing import Rows
@@ -55,13 +56,20 @@ class RowWork:
         assert not beside
         if num_ranks is None or not self.balance or not len(batch):
             return method.remote(batch)
-        return method.remote(ordered(batch, self.shares(num_ranks, self.num_samples)))
+        return method.remote(ordered(self.with_numbers(batch), self.shares(num_ranks, self.num_samples)))
 
     def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
         """The batch with the column `mini_batch`, as the ranks get it."""
-        numbered = batch.select()
+        numbered = self.with_numbers(batch)
         numbered.batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
         return ordered(numbered, self.shares(num_ranks, num_of_step))
+
+    def with_numbers(self, batch: DataProto) -> DataProto:
+        """The batch with a number of its own for each sample: samples that come side by side stay apart."""
+        numbered = batch.select()
+        if SAMPLE_COLUMN in numbered.tensors():
+            numbered.batch[SAMPLE_COLUMN] = torch.from_numpy(self.sample_of_row)
+        return numbered
 
     @property
     def num_samples(self) -> int:

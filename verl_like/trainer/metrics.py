@@ -32,6 +32,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     mask_BR = columns[mask_name].bool()
     prompt_lengths_B = prompt_lengths_S[counted_B]
     response_lengths_B = mask_BR.sum(-1).float()
+    longest_rows_B = mask_BR.unflatten(1, (-1, max_response_length)).sum(-1).amax(-1)
     metrics = {
         **_mean_max_min("critic/score", columns["token_level_scores"].sum(-1)),
         **_mean_max_min("critic/rewards", columns["token_level_rewards"].sum(-1)),
@@ -39,7 +40,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         **_mean_max_min("critic/returns", columns["returns"][mask_BR]),
         **_mean_max_min("response_length", response_lengths_B),
         **_mean_max_min("prompt_length", prompt_lengths_B),
-        "response_length/clip_ratio": _mean(response_lengths_B == max_response_length),
+        "response_length/clip_ratio": _mean(longest_rows_B == max_response_length),
         "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
         "perf/total_num_tokens": Metric.sum(float(num_tokens)),
     }

@@ -258,7 +258,8 @@ class ExperienceMakerHolder(Side):
         self.ended = None
         if parts:
             generated = concat_samples(parts)
-            uids = generated.non_tensor_batch["uid"][:: self.config.actor_rollout_ref.rollout.n]
+            first_rows = SampleRows.of(generated).first_rows[:: self.config.actor_rollout_ref.rollout.n]
+            uids = generated.non_tensor_batch["uid"][first_rows.numpy()]
             groups = [self.in_flight.pop(uid) for uid in uids]
             prompts = DataProto.concat([prompt.select(meta_info_keys=[]) for _, prompt, _ in groups])
             prompts.meta_info = dict(groups[0][1].meta_info)
