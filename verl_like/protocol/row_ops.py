@@ -8,6 +8,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 ColumnData = torch.Tensor | np.ndarray
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -15,7 +16,8 @@ RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
-    return isinstance(column, torch.Tensor) and column.is_nested
+    # The class is asked for first: torch takes 10 us for any property of a jagged tensor.
+    return isinstance(column, NestedTensor) or (isinstance(column, torch.Tensor) and column.is_nested)
 
 
 def check_tensor_column(place: str, column: Any) -> None:
@@ -37,6 +39,10 @@ def check_tensor_column(place: str, column: Any) -> None:
 def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(values (sum of lengths, ...), offsets (B + 1,)) of a jagged tensor (B, ragged, ...), as views of it where
     it is contiguous."""
+    parts = cast(NestedTensor, column)
+    values: torch.Tensor = parts._values
+    if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
+        return values, parts._offsets  # a thirtieth of the time of what follows
     column = column.contiguous()  # closes the holes that torch.nested.narrow leaves
     return column.values(), cast(Any, column).offsets()
 

@@ -19,5 +19,5 @@ class TeacherWorker(ReferenceWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["teacher_log_prob"], jagged=True)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token under the teacher, (B, R) float32."""
+        """Log-probability of each response token under the teacher, jagged float32."""
         return self.infer_log_probs(data, "teacher_log_prob", phase="teacher")
