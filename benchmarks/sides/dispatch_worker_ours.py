@@ -20,6 +20,6 @@ class DispatchWorker(Worker):
         assert float(column[0, 0]) >= 0
         return DataProto.from_dict({"returns": column})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, jagged=True)
     def one_ragged_column_back(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict({"returns": batch.batch["advantages"]})

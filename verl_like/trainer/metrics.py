@@ -7,7 +7,7 @@ import torch
 
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.padded import view_of_samples
+from verl_like.protocol.padded import Padding, view_of_samples
 from verl_like.protocol.row_ops import jagged_parts
 from verl_like.protocol.samples import SampleRows
 from verl_like.trainer.scoring import extra_numbers
@@ -32,7 +32,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     mask_BR = columns[mask_name].bool()
     prompt_lengths_B = prompt_lengths_S[counted_B]
     response_lengths_B = mask_BR.sum(-1).float()
-    longest_rows_B = mask_BR.unflatten(1, (-1, max_response_length)).sum(-1).amax(-1)
+    longest_rows_B = mask_BR.unflatten(1, (-1, Padding.of(batch).max_response_length)).sum(-1).amax(-1)
     metrics = {
         **_mean_max_min("critic/score", columns["token_level_scores"].sum(-1)),
         **_mean_max_min("critic/rewards", columns["token_level_rewards"].sum(-1)),
