@@ -70,7 +70,7 @@ build/site_tools: requirements/docs.txt
 	$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	touch $@
 
-benchmarks := $(filter-out harness serve table toy_world gpu_check versions,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
+benchmarks := $(filter-out harness serve table toy_world gpu_check driver versions,$(basename $(notdir $(sort $(wildcard benchmarks/*.py)))))
 
 # One after the other; one that fails does not stop the rest.
 bench:

@@ -14,16 +14,19 @@ Columns have no padding. `prompts`, `responses` and every column with an entry a
 `verl_like.protocol.row_ops` gives the values of all rows one after the other, and where each row begins.
 
 Padded they are where code is easier to write so, and in verl's layout: prompts on the left to P =
-`data.max_prompt_length`, responses on the right to R = `data.max_response_length`, always.
+`data.max_prompt_length`, responses on the right to R = `rollout.response_length`, which is `data.max_response_length`
+unless it is set. The meta entry `padding` has both, so that R is the same for every batch, rank and micro-batch.
 
-* Estimators, policy losses, corrections and the phases of `ExperienceMaker` get (B, R).
+* Estimators, policy losses, corrections and the phases of `ExperienceMaker` after scoring (`compute_rewards`,
+  `correct_rollout`, `compute_advantages`) get (B, R). A column is padded when it is first read.
 * A worker's method that is registered without `jagged=True` gets padded columns, among them `input_ids`,
   `attention_mask` and `position_ids` if it reads them, and the columns (B, R) that it returns lose their padding. Code
   that was written for verl runs so.
 * `padded(batch)` and `without_padding(batch, pad_token_id)` of `verl_like.protocol.padded` turn one into the other.
 
 A sample is one row, or several rows that follow each other with the same `sample_id`, such as the turns of an agent.
-Groups, baselines, means over sequences, mini-batches and metrics count samples, and a rank gets whole samples.
+Groups, baselines, means over sequences, mini-batches and the metrics of training count samples, and a rank gets whole
+samples. Algorithms see the tokens of a sample's rows one after the other, as one row.
 
 ## The columns
 

@@ -29,7 +29,7 @@ _TABLE = [
     Column("response_mask", "tensor", "B R", "int64", "generate_sequences",
            "1 on tokens that the policy drew, the end-of-sequence token included; 0 on others and on padding."),
     Column("sample_id", "tensor", "B", "int64", "whoever makes samples of several rows",
-           "Number of the sample: rows that follow each other with the same number are one. Without it each is one."),
+           "Number of the sample, of a batch's rows that follow each other. Without it each row is a sample."),
     Column("input_ids", "tensor", "B T", "int64", "padding, for methods without jagged=True",
            "Token ids: prompt padded on the left, then response padded on the right; before generation the prompt."),
     Column("attention_mask", "tensor", "B T", "int64", "padding, for methods without jagged=True",

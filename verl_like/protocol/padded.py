@@ -45,7 +45,10 @@ class RowPlaces:
         lengths = offsets.diff()
         longest = int(lengths.max()) if len(lengths) else 0
         if longest > width:
-            raise ValueError(f"a row has {longest} tokens, but padded rows have {width}: raise the width")
+            raise ValueError(
+                f"a row has {longest} tokens, but padded rows have {width}, as meta_info['padding'] says: raise "
+                "data.max_prompt_length or data.max_response_length"
+            )
         self.shape = (len(lengths), width)
         first = torch.arange(len(lengths)) * width
         if at_end:
@@ -72,19 +75,20 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
 
     def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
         self.padding, self.columns = Padding.of(data), data.tensors()
-        self.samples = SampleRows.of(data) if by_sample else None
-        if self.samples and self.samples.is_plain:
-            self.samples = None
+        samples = SampleRows.of(data) if by_sample else None
+        self.samples = None if samples is None or samples.is_plain else samples
         self.batch_size = torch.Size([self.samples.num_samples if self.samples else len(data)])
         self.device: torch.device | None = None
+        self.response_offsets: torch.Tensor | None = None
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
-            offsets = jagged_parts(self.columns["responses"])[1]
-            self.response_places = RowPlaces(offsets, self.padding.max_response_length)
+            self.response_offsets = jagged_parts(self.columns["responses"])[1]
+            starts = self.samples.starts if self.samples else None
+            self.response_places = places_of_samples(self.response_offsets, self.padding.max_response_length, starts)
         made = ("attention_mask",) if self.samples else VERL_COLUMNS
         hidden = ("prompts",) if self.samples else ()
         self.unread = {*self.columns, *made} - {*hidden}
-        """Columns that nobody has read."""
+        """Columns that nobody has read or replaced."""
         self.read: dict[str, torch.Tensor] = {}
         self.written: dict[str, torch.Tensor] = {}
         """Columns that were put in."""
@@ -97,7 +101,10 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         return self.written[name] if name in self.written else self.read[name]
 
     def __setitem__(self, name: str, column: torch.Tensor) -> None:
+        if name in (*VERL_COLUMNS, "prompts", "responses"):
+            raise ValueError(f"{name} was put into a padded view, which cannot change tokens: make another batch")
         self.written[name] = column
+        self.unread.discard(name)
         self.removed.discard(name)
 
     def __delitem__(self, name: str) -> None:
@@ -108,6 +115,12 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         self.written.pop(name, None)
         self.removed.add(name)
 
+    def exclude(self, *names: str) -> "PaddedColumns":
+        """Removes columns, as `DataProto.pop` does; returns itself."""
+        for name in names:
+            del self[name]
+        return self
+
     def __contains__(self, name: object) -> bool:
         return name in self.unread or name in self.read or name in self.written
 
@@ -115,7 +128,8 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         return iter({**dict.fromkeys(sorted(self.unread)), **self.read, **self.written})
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        """The number of rows, as of a TensorDict."""
+        return self.batch_size[0]
 
     def _make(self, name: str) -> torch.Tensor:
         if name in VERL_COLUMNS:
@@ -127,15 +141,14 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         fill = self.padding.pad_token_id if name in ("prompts", "responses") else 0
         if name == "prompts":
             return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True).pad(values, fill)
-        if self.response_places is None or not torch.equal(offsets, jagged_parts(self.columns["responses"])[1]):
-            assert not self.samples, f"{name} has no entry a response token"
-            return column  # of another kind
-        return self._of_samples(self.response_places.pad(values, fill))
+        if self.response_places and self.response_offsets is not None and torch.equal(offsets, self.response_offsets):
+            return self.response_places.pad(values, fill)
+        assert not self.samples, f"{name} has no entry a response token"
+        return column  # of another kind
 
     def _made_of_both(self, name: str) -> torch.Tensor:
         prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
         in_prompt = RowPlaces(prompt_offsets, self.padding.max_prompt_length, at_end=True)
-        responses = jagged_parts(self.columns["responses"])[0] if self.response_places else None
         if name == "input_ids":
             parts = [in_prompt.pad(prompts, self.padding.pad_token_id)]
             parts += [self["responses"]] if self.response_places else []
@@ -145,15 +158,22 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
             length = self.padding.max_prompt_length
             length += self.padding.max_response_length if self.response_places else 0
             return _positions(is_prompt_BP, length)
-        if self.response_places is None or responses is None:
+        if self.response_places is None:
             return is_prompt_BP
-        is_response_BR = self.response_places.pad(torch.ones_like(responses))
-        if self.samples:
-            return self._of_samples(is_response_BR)
-        return torch.cat([is_prompt_BP, is_response_BR], dim=1)
+        is_response_BR = self.response_places.pad(torch.ones_like(jagged_parts(self.columns["responses"])[0]))
+        return is_response_BR if self.samples else torch.cat([is_prompt_BP, is_response_BR], dim=1)
 
-    def _of_samples(self, column_BR: torch.Tensor) -> torch.Tensor:
-        return self.samples.fold(column_BR) if self.samples else column_BR
+
+def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | None) -> RowPlaces:
+    """Where the values of response columns lie in (B, width); with the `starts` of samples of several rows in (S, W).
+
+    The tokens of a sample's rows then follow each other, and W is `width`, or more where a sample has more tokens.
+    """
+    if starts is None:
+        return RowPlaces(offsets, width)
+    of_samples = offsets[starts]
+    longest = int(of_samples.diff().max()) if len(of_samples) > 1 else 0
+    return RowPlaces(of_samples, max(width, longest))
 
 
 class PaddedView(DataProto):
@@ -197,8 +217,9 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
 def view_of_samples(data: DataProto) -> PaddedView:
     """What algorithms see of a batch: as of `padded(data)`, or where samples have several rows, a row for each sample.
 
-    Such a row has the response columns of the sample's rows side by side (see `SampleRows`), an `attention_mask` of
-    them alone, and of other columns the entry of the sample's first row. Columns are padded when they are read.
+    Such a row has the response tokens of the sample's rows one after the other (see `places_of_samples`), an
+    `attention_mask` of them alone, and of other columns the entry of the sample's first row. Columns are padded when
+    they are read.
     """
     return PaddedView(data, by_sample=True)
 
@@ -208,29 +229,32 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     were added or replaced.
 
     A column (B, R, ...) of the view is one by response token, unless the batch has one of this name that is not jagged.
+    A column of the view that was put in under another name as well stays one column.
     """
-    tensors = data.tensors()
+    tensors, arrays = data.tensors(), dict(view.non_tensor_batch)
     columns: Any = view.batch
-    is_view = isinstance(columns, PaddedColumns)
-    samples = columns.samples if is_view else None
-    offsets = jagged_parts(tensors["responses"])[1]
-    in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
-    for name, column in (columns.written if is_view else view.tensors()).items():
+    if isinstance(columns, PaddedColumns):
+        written, samples, in_response = columns.written, columns.samples, columns.response_places
+        jagged_of = {id(column): tensors[name] for name, column in columns.read.items() if name in tensors}
+        for name in columns.removed:
+            tensors.pop(name, None)
+    else:
+        made = (*VERL_COLUMNS, "prompts", "responses")
+        written = {name: column for name, column in view.tensors().items() if name not in made}
+        samples, jagged_of, in_response = None, {}, None
+    offsets = jagged_parts(data.tensors()["responses"])[1]
+    if in_response is None:
+        in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
+    for name, column in written.items():
         is_dense_before = name in tensors and not is_jagged(tensors[name])
-        if name in (*VERL_COLUMNS, "prompts", "responses"):
-            continue
-        if column.is_nested:
-            tensors[name] = column
-            continue
-        if samples:
-            by_token = column.shape[:2] == (samples.num_samples, samples.most_rows * in_response.shape[1])
-            column = samples.unfold(column) if by_token else column[samples.sample_of_row]
-        if column.shape[:2] == in_response.shape and not is_dense_before:
-            column = torch.nested.nested_tensor_from_jagged(in_response.strip(column), offsets=offsets)
-        tensors[name] = column
-    for name in columns.removed if is_view else ():
-        tensors.pop(name, None)
-    arrays = dict(view.non_tensor_batch)
+        if id(column) not in jagged_of:
+            stripped = column
+            if not column.is_nested and column.shape[:2] == in_response.shape and not is_dense_before:
+                stripped = torch.nested.nested_tensor_from_jagged(in_response.strip(column), offsets=offsets)
+            elif not column.is_nested and samples:
+                stripped = column[samples.sample_of_row]
+            jagged_of[id(column)] = stripped
+        tensors[name] = jagged_of[id(column)]
     if samples:
         arrays = {name: array[samples.sample_of_row.numpy()] for name, array in arrays.items()}
         arrays |= data.non_tensor_batch

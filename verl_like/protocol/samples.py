@@ -7,7 +7,7 @@ import torch
 from verl_like.protocol.dataproto import DataProto
 from verl_like.protocol.row_ops import offsets_of
 
-# Legend: B rows, S samples, m rows of the largest sample, R padded response length.
+# Legend: B rows, S samples.
 
 SAMPLE_COLUMN = "sample_id"
 
@@ -24,22 +24,14 @@ def sample_starts(columns: Mapping[str, torch.Tensor], num_rows: int) -> torch.T
 
 
 class SampleRows:
-    """Which rows are one sample, whose response columns algorithms see side by side: (B, R) <-> (S, m R).
-
-    S samples have at most m rows each. What a sample lacks of m rows is 0. Where each sample is one row, the two are
-    the same.
-    """
+    """Which rows are one sample."""
 
     def __init__(self, starts: torch.Tensor) -> None:
         """Args: starts: (S + 1,) int64, the first row of each sample, and the number of rows."""
         num_rows_S = starts.diff()
-        self.starts, self.num_samples = starts, len(num_rows_S)
-        self.most_rows = int(num_rows_S.max()) if self.num_samples else 1
-        self.first_rows = starts[:-1]
+        self.starts, self.first_rows = starts, starts[:-1]
+        self.num_samples = len(num_rows_S)
         self.sample_of_row = torch.arange(self.num_samples).repeat_interleave(num_rows_S)
-        number_in_sample = torch.arange(len(self.sample_of_row)) - self.first_rows[self.sample_of_row]
-        self.places = self.sample_of_row * self.most_rows + number_in_sample
-        """(B,) int64, where each row lies among the S * m."""
 
     @classmethod
     def of(cls, data: DataProto) -> "SampleRows":
@@ -49,22 +41,7 @@ class SampleRows:
     @property
     def is_plain(self) -> bool:
         """Each sample is one row."""
-        return self.most_rows == 1
-
-    def fold(self, column_BR: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, R, ...) -> (S, m R, ...), differentiable; `places` are those of this object on the column's device."""
-        if self.is_plain:
-            return column_BR
-        places = self.places if places is None else places
-        rows = column_BR.new_zeros(self.num_samples * self.most_rows, *column_BR.shape[1:])
-        return rows.index_copy(0, places, column_BR).view(self.num_samples, -1, *column_BR.shape[2:])
-
-    def unfold(self, column: torch.Tensor) -> torch.Tensor:
-        """The inverse of `fold`."""
-        if self.is_plain:
-            return column
-        rows = column.reshape(self.num_samples * self.most_rows, -1, *column.shape[2:])
-        return rows.index_select(0, self.places)
+        return self.num_samples == len(self.sample_of_row)
 
 
 def count_samples(data: DataProto) -> int:

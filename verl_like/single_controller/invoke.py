@@ -80,10 +80,10 @@ class Invoker:
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
-        if shards:
-            result = result_of(spec, result, shards[0].data)
         if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
             result = result.select().to("cpu")  # in a container of its own: the worker may keep what it returned
+        if shards:
+            result = result_of(spec, result, shards[0].data)
         if shards and shards[0].ordered and len(result) not in (0, len(shards[0].data)):
             raise ValueError(
                 f"{method} returned {len(result)} rows for {len(shards[0].data)} input rows: with an Ordered batch "

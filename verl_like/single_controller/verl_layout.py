@@ -1,5 +1,7 @@
 """What a method that was written for verl gets and returns: batches with padded columns."""
 
+import torch
+
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.protocol.padded import VERL_COLUMNS, padded, strip, without_padding
 from verl_like.protocol.row_ops import is_jagged
@@ -34,6 +36,13 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
         return jagged
     if "responses" not in data.tensors() or len(result) != len(data):
         return result
+    if "responses" in columns and not torch.equal(
+        columns["responses"], padded(data, ["responses"]).tensors()["responses"]
+    ):
+        raise ValueError(
+            f"{spec.name} returned other responses than it was given: return input_ids and attention_mask with them, "
+            "which say how long they are"
+        )
     beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
     return strip(result, beside).select(batch_keys=[name for name in columns if name not in VERL_COLUMNS])
 

@@ -54,7 +54,7 @@ class RowWork:
                 )
             return method.remote(self.in_mini_batches(batch, num_ranks, num_of_step), *beside)
         assert not beside
-        if num_ranks is None or not self.balance or not len(batch):
+        if num_ranks is None or not len(batch):
             return method.remote(batch)
         return method.remote(ordered(self.with_numbers(batch), self.shares(num_ranks, self.num_samples)))
 

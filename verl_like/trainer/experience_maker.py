@@ -251,9 +251,7 @@ class ExperienceMaker:
         metrics = scoring.reward_means(batch, self.reward_columns)
         if (buffer := self.config.reward.overlong_buffer).enable:
             max_length = self.config.data.max_response_length
-            width = self.config.actor_rollout_ref.rollout.response_length
-            is_token = columns["attention_mask"][:, -mask_BR.size(1) :].unflatten(1, (-1, width))
-            lengths_B = is_token.sum(-1).amax(-1)  # of the longest row of a sample
+            lengths_B = columns["attention_mask"][:, -mask_BR.size(1) :].sum(-1)  # of all rows of a sample
             penalty_B = overlong_penalty(lengths_B, max_length, buffer.len, buffer.penalty_factor)
             columns["token_level_scores"] = columns["token_level_scores"] + on_last_token(penalty_B, mask_BR)
             scored_B = penalty_B[mask_BR.any(-1)]  # those that were skipped get none

@@ -7,7 +7,7 @@ import torch
 
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.padded import Padding, view_of_samples
+from verl_like.protocol.padded import view_of_samples
 from verl_like.protocol.row_ops import jagged_parts
 from verl_like.protocol.samples import SampleRows
 from verl_like.trainer.scoring import extra_numbers
@@ -19,35 +19,36 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     `batch` holds by response token `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`,
     `returns` and, when there is a critic, `values`.
     """
-    prompt_lengths_S = jagged_parts(batch.tensors()["prompts"])[1].diff()[SampleRows.of(batch).first_rows].float()
-    num_tokens = sum(len(jagged_parts(batch.tensors()[name])[0]) for name in ("prompts", "responses"))
-    batch = view_of_samples(batch)
+    samples, tensors = SampleRows.of(batch), batch.tensors()
+    prompt_lengths_B, lengths_B = (jagged_parts(tensors[name])[1].diff() for name in ("prompts", "responses"))
     # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to compare.
-    old_log_probs_BR = batch.batch.get("old_log_probs")
-    has_drift = old_log_probs_BR is not None and not old_log_probs_BR.equal(batch.batch["rollout_log_probs"])
-    mask_name = "sampled_mask" if "sampled_mask" in batch.batch else "response_mask"
-    counted_B = batch.batch[mask_name].any(-1)  # not the samples that were skipped
-    counted = batch if counted_B.all() else batch.select_idxs(counted_B)
-    columns = counted.batch
-    mask_BR = columns[mask_name].bool()
-    prompt_lengths_B = prompt_lengths_S[counted_B]
-    response_lengths_B = mask_BR.sum(-1).float()
-    longest_rows_B = mask_BR.unflatten(1, (-1, Padding.of(batch).max_response_length)).sum(-1).amax(-1)
+    has_drift = "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors["rollout_log_probs"]
+    view = view_of_samples(batch).batch
+    mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
+    counted_S = view[mask_name].any(-1)  # not the samples that were skipped
+
+    def column(name: str) -> torch.Tensor:
+        return view[name] if counted_S.all() else view[name][counted_S]
+
+    mask = column(mask_name).bool()
+    prompt_lengths = prompt_lengths_B[samples.first_rows][counted_S].float()
+    longest_S = torch.zeros(samples.num_samples, dtype=torch.int64)
+    longest = longest_S.scatter_reduce(0, samples.sample_of_row, lengths_B, "amax")[counted_S]
     metrics = {
-        **_mean_max_min("critic/score", columns["token_level_scores"].sum(-1)),
-        **_mean_max_min("critic/rewards", columns["token_level_rewards"].sum(-1)),
-        **_mean_max_min("critic/advantages", columns["advantages"][mask_BR]),
-        **_mean_max_min("critic/returns", columns["returns"][mask_BR]),
-        **_mean_max_min("response_length", response_lengths_B),
-        **_mean_max_min("prompt_length", prompt_lengths_B),
-        "response_length/clip_ratio": _mean(longest_rows_B == max_response_length),
-        "prompt_length/clip_ratio": _mean(prompt_lengths_B == max_prompt_length),
-        "perf/total_num_tokens": Metric.sum(float(num_tokens)),
+        **_mean_max_min("critic/score", column("token_level_scores").sum(-1)),
+        **_mean_max_min("critic/rewards", column("token_level_rewards").sum(-1)),
+        **_mean_max_min("critic/advantages", column("advantages")[mask]),
+        **_mean_max_min("critic/returns", column("returns")[mask]),
+        **_mean_max_min("response_length", mask.sum(-1).float()),
+        **_mean_max_min("prompt_length", prompt_lengths),
+        "response_length/clip_ratio": _mean(longest == max_response_length),
+        "prompt_length/clip_ratio": _mean(prompt_lengths == max_prompt_length),
+        "perf/total_num_tokens": Metric.sum(float(prompt_lengths_B.sum() + lengths_B.sum())),
     }
     if has_drift:
-        metrics |= _drift(columns["rollout_log_probs"], columns["old_log_probs"], mask_BR)
-    if "values" in columns and mask_BR.any():
-        returns, values = columns["returns"][mask_BR], columns["values"][mask_BR]
+        metrics |= _drift(column("rollout_log_probs"), column("old_log_probs"), mask)
+    if "values" in view and mask.any():
+        returns, values = column("returns")[mask], column("values")[mask]
         metrics |= _mean_max_min("critic/values", values)
         unexplained = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)
         metrics["critic/vf_explained_var"] = Metric.mean(1.0 - unexplained.item())

@@ -73,7 +73,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     ptx_dataset = load_ptx_dataset(config, tokenizer)
     highest_tokens = [dataset.highest_token for dataset in (train_dataset, val_dataset, ptx_dataset) if dataset]
     check_tokens(config, tokenizer, max(highest_tokens))
-    if config.trainer.max_staleness:  # a checkpoint then holds rows, with every field that they have
+    if (
+        config.trainer.max_staleness and not config.has_makers
+    ):  # a checkpoint then holds rows, with every field that they have
         with tempfile.TemporaryDirectory() as folder:
             train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
     render: Any = functools.partial(tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs)

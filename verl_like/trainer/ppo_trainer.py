@@ -12,6 +12,8 @@ from verl_like.data.conversations import ConversationDataset
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, merge_metrics, metric_values
+from verl_like.protocol.padded import without_padding
+from verl_like.protocol.row_ops import is_jagged
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -249,6 +251,8 @@ class RayPPOTrainer(TrainingLoop):
         self.maker.kl_controller.value = state["kl_coef"]
         if (generated := checkpoint.folder / _GENERATED).exists():
             batch = DataProto.load_from_disk(generated)
+            if not is_jagged(batch.tensors()["prompts"]):  # of an earlier version
+                batch = without_padding(batch, self.train_dataset.pad_token_id)
             self.generated = batch, None, batch.meta_info.pop(_METRICS)
 
 

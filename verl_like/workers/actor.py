@@ -62,7 +62,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
-        total = jagged_parts(output.batch["entropys"])[0].sum().item()
+        total = jagged_parts(output.batch["entropys"])[0].sum(dtype=torch.float64).item()
         num_tokens = Rows.of(data).num_scored_B.sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
         return output

@@ -224,10 +224,12 @@ def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
     return {name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()}
 
 
-def _mask(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
     """The learned tokens of each row, (b, R), or for a value of each pair those of both its conversations."""
     mask_bR = micro["response_mask"]
-    return mask_bR if values.ndim == 2 else mask_bR.reshape(len(values), -1)
+    if isinstance(values, torch.Tensor) and values.ndim == 1:
+        return mask_bR.reshape(len(values), -1)
+    return mask_bR
 
 
 def _log_probs(engine: TrainingEngine, rows: Rows) -> torch.Tensor:

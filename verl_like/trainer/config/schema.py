@@ -72,7 +72,8 @@ class CustomRewardFunctionConfig(ConfigModel):
 
 
 class OverlongBufferConfig(ConfigModel):
-    """Soft overlong punishment (DAPO, arXiv:2503.14476) of responses close to data.max_response_length."""
+    """Soft overlong punishment (DAPO, arXiv:2503.14476) of responses close to data.max_response_length; of a sample of
+    several rows the tokens of all count."""
 
     enable: bool = False
     """Add the penalty to the score of every training response."""

@@ -24,9 +24,9 @@ from verl_like.workers.models.packing import Rows
 from verl_like.workers.pinned_memory import to_device, to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
-# Legend: B rows of this rank, R response length; of a micro-batch b rows, s samples with at most m rows each.
+# Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens, s samples of at most W.
 
-_PLACES, _ROW_PLACES = "places of the response tokens", "places of the rows"
+_IN_ROWS, _IN_SAMPLES, _FIRST_ROWS = "places in rows", "places in samples", "first rows of samples"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class MiniBatch:
     """Samples with at least one such token, over all ranks."""
     share: float
     """1 / number of its micro-batches over all ranks that give results: the first of those that share sequences."""
-    response_length: int
-    """R."""
+    response_length: int | None
+    """R, where the batch says it."""
 
     def aggregate(self, loss_agg_mode: str) -> Aggregate:
         """`agg_loss` over this mini-batch: micro-batches and ranks add up to its exact loss."""
@@ -133,33 +133,47 @@ class MicroBatch(dict[str, torch.Tensor]):
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
+        samples = SampleRows(rows.sample_starts)
         of_tokens = {name: jagged_parts(column)[0] for name, column in rows.columns.items() if is_jagged(column)}
         del of_tokens["prompts"]
         of_rows = {name: column for name, column in rows.columns.items() if not is_jagged(column)}
-        self.samples = SampleRows(rows.sample_starts)
-        places = {_PLACES: rows.response_places}
-        if not self.samples.is_plain:
-            places[_ROW_PLACES] = self.samples.places
+        self.in_rows = rows.response_places()
+        self.in_samples = self.in_rows if samples.is_plain else rows.response_places(samples.starts)
+        places = {_IN_ROWS: self.in_rows.of_values}
+        if not samples.is_plain:
+            places |= {_IN_SAMPLES: self.in_samples.of_values, _FIRST_ROWS: samples.first_rows}
         moved = to_device({**of_tokens, **of_rows, **places}, device)
-        self.on_host, self.places, self.row_places = rows, moved.pop(_PLACES), moved.pop(_ROW_PLACES, None)
-        self.shape_bR = len(rows), rows.response_length
-        super().__init__({name: self.padded(value) if name in of_tokens else value for name, value in moved.items()})
-
-    def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """(K,) values of the response tokens -> (b, R), 0 elsewhere."""
-        return values.new_zeros(math.prod(self.shape_bR)).index_copy_(0, self.places, values).view(self.shape_bR)
+        self.on_host, self.places = rows, moved.pop(_IN_ROWS)
+        self.places_in_samples, self.first_rows = moved.pop(_IN_SAMPLES, None), moved.pop(_FIRST_ROWS, None)
+        self.by_token = {name: moved[name] for name in of_tokens}
+        padded = {name: scatter(values, self.places, self.in_rows.shape) for name, values in self.by_token.items()}
+        super().__init__({**moved, **padded})
 
     def of_tokens(self, values_bR: torch.Tensor) -> torch.Tensor:
-        """The inverse of `padded`."""
-        return values_bR.flatten().index_select(0, self.places)
+        """(b, R) -> (K,), of the response tokens."""
+        return values_bR.flatten(0, 1).index_select(0, self.places)
 
     def of_samples(self, values_bR: torch.Tensor) -> torch.Tensor:
-        """(b, R) -> (s, m R), the rows of a sample side by side; the same where each sample is one row."""
-        return self.samples.fold(values_bR, self.row_places)
+        """(b, R) -> (s, W), the tokens of a sample's rows one after the other; unchanged where each is one row."""
+        if self.places_in_samples is None:
+            return values_bR
+        return scatter(self.of_tokens(values_bR), self.places_in_samples, self.in_samples.shape)
 
     def by_sample(self) -> dict[str, torch.Tensor]:
-        """The columns by response token, (s, m R) each."""
-        return {name: self.of_samples(column) for name, column in self.items() if column.shape == self.shape_bR}
+        """The columns with a row for each sample: (s, W) by response token, of others the entry of its first row."""
+        if self.places_in_samples is None:
+            return dict(self)
+        of_rows = {name: column[self.first_rows] for name, column in self.items() if name not in self.by_token}
+        shape = self.in_samples.shape
+        return of_rows | {
+            name: scatter(values, self.places_in_samples, shape) for name, values in self.by_token.items()
+        }
+
+
+def scatter(values: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """(K, ...) values of tokens -> (*shape, ...) with 0 elsewhere, differentiable."""
+    padded = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
+    return padded.index_copy(0, places, values).view(*shape, *values.shape[1:])
 
 
 def forward(
@@ -305,7 +319,7 @@ def _plan(
             tokens,
             sequences,
             share=sequence_parallel_size / (len(own) * dist.get_world_size()),
-            response_length=rows.response_length,
+            response_length=rows.known_response_length,
         )
         for own, (tokens, sequences) in zip(micro_batches, counts.tolist(), strict=True)
     ] * schedule.epochs
@@ -326,9 +340,12 @@ def _micro_batches(
     """
     starts = rows.sample_starts
     if micro_batching.by_tokens:
+        max_tokens = micro_batching.max_tokens * sequence_parallel_size
         lengths_S = _sums(rows.lengths_B, starts)
+        if len(lengths_S) < len(rows):  # a sample of several rows that is longer has a pass of its own
+            lengths_S = lengths_S.clamp(max=max_tokens)
         lengths = [lengths_S[chunk].tolist() for chunk in chunks]
-        pack = partial(pack_into_micro_batches, max_tokens=micro_batching.max_tokens * sequence_parallel_size)
+        pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
         counts = _most_of_any_rank([max(1, len(pack(of_chunk))) for of_chunk in lengths], group)
         micro_batches = [
             [chunk[micro_batch] for micro_batch in pack(of_chunk, at_least=count)]

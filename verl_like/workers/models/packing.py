@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from verl_like.protocol import PAD_COLUMN, DataProto
-from verl_like.protocol.padded import RowPlaces
+from verl_like.protocol.padded import Padding, RowPlaces, places_of_samples
 from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
@@ -27,6 +27,8 @@ class Rows:
     columns: Mapping[str, torch.Tensor]
     response_length: int
     """R, how wide a response is where it is padded."""
+    known_response_length: int | None
+    """R, where the batch says it; else R is the longest response's of these rows."""
     filler_rows: int = 1
     """Rows of a pass that has none of its own."""
 
@@ -34,14 +36,19 @@ class Rows:
     def of(cls, data: DataProto, filler_rows: int = 1) -> Self:
         """The tensors of a batch. Padding rows lose their scored tokens, so that they count nowhere."""
         columns = data.tensors()
+        if not is_jagged(columns["prompts"]):
+            raise ValueError(
+                "the batch has padded columns, but the library's workers take jagged ones: register the method that "
+                "hands the batch on with jagged=True, or give without_padding(batch, pad_token_id)"
+            )
         lengths_B = _offsets(columns["responses"]).diff()
         if PAD_COLUMN in columns:
             is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
             mask, offsets = jagged_parts(columns["response_mask"])
             columns["response_mask"] = torch.nested.nested_tensor_from_jagged(mask * is_real, offsets=offsets)
         longest = int(lengths_B.max()) if len(lengths_B) else 0
-        padding = data.meta_info.get("padding")
-        return cls(columns, padding[1] if padding else max(1, longest), filler_rows)
+        known = Padding.of(data).max_response_length if "padding" in data.meta_info else None
+        return cls(columns, known or max(1, longest), known, filler_rows)
 
     def __len__(self) -> int:
         return len(_offsets(self.columns["prompts"])) - 1
@@ -77,10 +84,9 @@ class Rows:
         take = RowTaker(at)
         return replace(self, columns={name: take.tensor(column) for name, column in self.columns.items()})
 
-    @property
-    def response_places(self) -> torch.Tensor:
-        """(K,) int64, where the response tokens lie among the B * R of padded rows."""
-        return RowPlaces(_offsets(self.columns["responses"]), self.response_length).of_values
+    def response_places(self, starts: torch.Tensor | None = None) -> RowPlaces:
+        """Where the response tokens lie in padded rows, or with the `starts` of samples in theirs."""
+        return places_of_samples(_offsets(self.columns["responses"]), self.response_length, starts)
 
 
 def _offsets(column: torch.Tensor) -> torch.Tensor:
@@ -196,6 +202,6 @@ def pack(rows: Rows) -> PackedBatch:
         sequence_lengths=lengths_B.tolist(),
         scored=place_of_responses[is_scored] - 1,
         labels=responses[is_scored],
-        places=rows.response_places[is_scored],
+        places=rows.response_places().of_values[is_scored],
         padded_shape=torch.Size([len(rows), rows.response_length]),
     )
