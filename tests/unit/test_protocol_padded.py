@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl_like.protocol import DataProto
-from verl_like.protocol.padded import padded, strip, view_of_samples, without_padding
+from verl_like.protocol.padded import padded, places_of_samples, strip, view_of_samples, without_padding
 from verl_like.protocol.row_ops import jagged_from_lengths
 from verl_like.protocol.samples import SampleRows, concat_samples, count_samples, select_samples
 
@@ -139,22 +139,18 @@ def lists(column: torch.Tensor) -> list:
     return [row.tolist() for row in column.unbind()] if column.is_nested else column.tolist()
 
 
-def test_rows_of_a_sample_stand_side_by_side_in_the_view():
+def test_tokens_of_a_samples_rows_follow_each_other_in_the_view():
     view = view_of_samples(of_samples())
     assert len(view) == 3
     assert {name: column.tolist() for name, column in view.batch.items()} == {
-        # Padding within a row is the padding token, a row that a sample lacks is 0.
-        "responses": [
-            [10, 11, 9, 0, 0, 0, 0, 0, 0],
-            [12, 9, 9, 9, 9, 9, 0, 0, 0],
-            [13, 14, 15, 16, 9, 9, 17, 18, 9],
-        ],
-        "response_mask": [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0, 0, 1, 0]],
-        "attention_mask": [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0]],
+        # As wide as the longest sample, which has 6 tokens in its three rows.
+        "responses": [[10, 11, 9, 9, 9, 9], [12, 9, 9, 9, 9, 9], [13, 14, 15, 16, 17, 18]],
+        "response_mask": [[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 1]],
+        "attention_mask": [[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]],
         "values": [
-            [0.5, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            [1.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            [2.0, 2.5, 3.0, 3.5, 0.0, 0.0, 4.0, 4.5, 0.0],
+            [0.5, 1.0, 0.0, 0.0, 0.0, 0.0],
+            [1.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
         ],
         "sample_id": [5, 7, 5],
         "is_skipped": [True, False, True],
@@ -177,7 +173,7 @@ def test_a_view_without_padding_is_the_batch_again(make, make_view):
 def test_what_was_written_into_a_view_of_samples_goes_to_their_rows():
     data, before = of_samples(), of_samples()
     view = view_of_samples(data)
-    view.batch["advantages"] = torch.arange(27.0).view(3, 9)  # also where no token is, which is lost
+    view.batch["advantages"] = torch.arange(18.0).view(3, 6)  # also where no token is, which is lost
     view.batch["values"] = view.batch["values"] * 2
     view.batch["score"] = torch.tensor([0.25, 0.5, 0.75])
     view.batch["pair"] = torch.tensor([[1, 2], [3, 4], [5, 6]])
@@ -186,7 +182,7 @@ def test_what_was_written_into_a_view_of_samples_goes_to_their_rows():
     view.meta_info["seen"] = True
     back = strip(view, data)
     assert {name: lists(back.batch[name]) for name in ("advantages", "values", "score", "pair", "is_skipped")} == {
-        "advantages": [[0, 1], [9], [], [18, 19, 20], [21], [24, 25]],
+        "advantages": [[0, 1], [6], [], [12, 13, 14], [15], [16, 17]],
         "values": [[1, 2], [3], [], [4, 5, 6], [7], [8, 9]],
         "score": [0.25, 0.5, 0.5, 0.75, 0.75, 0.75],
         "pair": [[1, 2], [3, 4], [3, 4], [5, 6], [5, 6], [5, 6]],
@@ -253,11 +249,7 @@ def test_a_column_with_several_numbers_a_token_is_one_of_samples():
     lengths = torch.tensor([2, 1, 0])
     data.batch["experts"] = jagged_from_lengths(torch.arange(1, 7).view(3, 2), lengths)
     view = view_of_samples(data)
-    none = [0, 0]
-    assert view.batch["experts"].tolist() == [
-        [[1, 2], [3, 4], none, none, none, none],
-        [[5, 6], none, none, none, none, none],
-    ]
+    assert view.batch["experts"].tolist() == [[[1, 2], [3, 4], [0, 0]], [[5, 6], [0, 0], [0, 0]]]
     view.batch["more"] = view.batch["experts"] * 2
     back = strip(view, data)
     assert lists(back.batch["experts"]) == pairs
@@ -267,8 +259,8 @@ def test_a_column_with_several_numbers_a_token_is_one_of_samples():
 def test_one_sample_of_two_rows_is_one_row_of_the_view():
     data = of_samples()[[1, 2]]
     view = view_of_samples(data)
-    assert view.batch["response_mask"].tolist() == [[1, 0, 0, 0, 0, 0]]
-    view.batch["advantages"] = torch.arange(6.0).view(1, 6)
+    assert view.batch["response_mask"].tolist() == [[1, 0, 0]], "as wide as the batch says"
+    view.batch["advantages"] = torch.arange(3.0).view(1, 3)
     assert lists(strip(view, data).batch["advantages"]) == [[0], []]
 
 
@@ -285,7 +277,7 @@ def test_a_view_has_the_columns_of_a_batch():
     data = batch()
     view = view_of_samples(data)
     assert sorted(view.batch) == sorted(view.batch.keys()) == sorted(padded(data).batch.keys())
-    assert len(view.batch) == 9 and "values" in view.batch and "advantages" not in view.batch
+    assert len(view.batch) == 3 and "values" in view.batch and "advantages" not in view.batch
     assert view.batch.get("advantages") is None
     with pytest.raises(KeyError):
         view.batch["advantages"]
@@ -303,18 +295,37 @@ def test_a_view_has_the_columns_of_a_batch():
 
 def test_samples_of_one_two_and_three_rows():
     samples = SampleRows(torch.tensor([0, 1, 3, 6]))
-    assert (samples.num_samples, samples.most_rows, samples.is_plain) == (3, 3, False)
+    assert (samples.num_samples, samples.is_plain) == (3, False)
     assert samples.first_rows.tolist() == [0, 1, 3]
     assert samples.sample_of_row.tolist() == [0, 1, 1, 2, 2, 2]
-    assert samples.places.tolist() == [0, 3, 4, 6, 7, 8]
-    rows = torch.arange(12.0).view(6, 2).requires_grad_()
-    folded = samples.fold(rows)
-    assert folded.tolist() == [[0, 1, 0, 0, 0, 0], [2, 3, 4, 5, 0, 0], [6, 7, 8, 9, 10, 11]]
-    assert samples.fold(rows, samples.places.clone()).equal(folded)
-    assert samples.unfold(folded).equal(rows)
-    weights = torch.arange(18.0).view(3, 6)
-    (folded * weights).sum().backward()
-    assert rows.grad.tolist() == [[0, 1], [6, 7], [8, 9], [12, 13], [14, 15], [16, 17]]
+    places = places_of_samples(torch.tensor([0, 2, 3, 3, 6, 7, 9]), 3, samples.starts)
+    assert places.shape == (3, 6) and places.of_values.tolist() == [0, 1, 6, 12, 13, 14, 15, 16, 17]
+    assert places_of_samples(torch.tensor([0, 2, 3]), 3, None).of_values.tolist() == [0, 1, 3]
+
+
+def test_tokens_of_a_view_cannot_be_replaced():
+    view = view_of_samples(batch())
+    for name in ("responses", "prompts", "attention_mask"):
+        with pytest.raises(ValueError, match=f"{name} was put into a padded view, which cannot change tokens"):
+            view.batch[name] = torch.zeros(3, 3)
+
+
+def test_a_column_under_two_names_stays_one_column():
+    data = batch()
+    view = view_of_samples(data)
+    view.batch["old_log_probs"] = view.batch["values"]
+    view.batch["response_mask"] = view.batch["response_mask"]
+    back = strip(view, data)
+    assert back.batch["old_log_probs"] is back.batch["values"]
+    assert back.batch["response_mask"] is data.batch["response_mask"]
+
+
+def test_columns_are_popped_from_a_view_and_are_gone_from_the_batch():
+    data = batch()
+    view = view_of_samples(data)
+    popped = view.pop(["values"])
+    assert popped.batch["values"].shape == (3, 3) and "values" not in view.batch
+    assert "values" not in strip(view, data).tensors()
 
 
 def test_samples_are_rows_that_follow_each_other_with_the_same_number():
@@ -327,9 +338,7 @@ def test_samples_are_rows_that_follow_each_other_with_the_same_number():
 @pytest.mark.parametrize("starts", [[0], [0, 1], [0, 1, 2, 3]])
 def test_samples_of_one_row_stay_as_they_are(starts):
     samples = SampleRows(torch.tensor(starts))
-    rows = torch.arange(2.0 * (len(starts) - 1)).view(-1, 2)
-    assert samples.is_plain and samples.num_samples == len(rows) and samples.first_rows.tolist() == starts[:-1]
-    assert samples.fold(rows) is rows and samples.unfold(rows) is rows
+    assert samples.is_plain and samples.num_samples == len(starts) - 1 and samples.first_rows.tolist() == starts[:-1]
 
 
 @pytest.mark.parametrize(

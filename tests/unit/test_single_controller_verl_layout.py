@@ -297,7 +297,7 @@ def test_jagged_prompts_without_a_width_are_refused():
 def test_rows_that_are_longer_than_the_width_are_refused():
     data = batch()
     data.meta_info["padding"] = (4, 2, 9)
-    with pytest.raises(WorkerError, match="a row has 3 tokens, but padded rows have 2: raise the width"):
+    with pytest.raises(WorkerError, match="a row has 3 tokens, but padded rows have 2, as"):
         group_of().read_all(data)
 
 

@@ -32,8 +32,11 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
     mask = column(mask_name).bool()
     prompt_lengths = prompt_lengths_B[samples.first_rows][counted_S].float()
+    marks, offsets = jagged_parts(tensors[mask_name])
+    num_marks = torch.nn.functional.pad(marks.long().cumsum(0), (1, 0))
+    marked_B = num_marks[offsets[1:]] - num_marks[offsets[:-1]]
     longest_S = torch.zeros(samples.num_samples, dtype=torch.int64)
-    longest = longest_S.scatter_reduce(0, samples.sample_of_row, lengths_B, "amax")[counted_S]
+    longest = longest_S.scatter_reduce(0, samples.sample_of_row, marked_B, "amax")[counted_S]
     metrics = {
         **_mean_max_min("critic/score", column("token_level_scores").sum(-1)),
         **_mean_max_min("critic/rewards", column("token_level_rewards").sum(-1)),
