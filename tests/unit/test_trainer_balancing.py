@@ -137,3 +137,11 @@ def test_a_mini_batch_is_as_many_samples_of_which_each_rank_has_a_share(group: L
         rank_S = seen["rank"][torch.tensor([0, 1, 3, 4])]
         assert seen["rank"].tolist() == rank_S[work.sample_of_row].tolist()
         assert rank_S.view(2, 2).sort().values.tolist() == [[0, 1], [0, 1]]
+
+
+def test_samples_stay_whole_where_nothing_is_balanced(group: LocalWorkerGroup):
+    # Three pairs for two ranks: of six rows the first rank would have three.
+    batch = rows_of([1, 2, 3, 4, 5, 6], sample_id=torch.tensor([0, 0, 1, 1, 2, 2]))
+    work = RowWork.of(batch, COST, balance=False)
+    on_rank = work.submit(group.ranks, batch).get().batch["rank"].tolist()
+    assert on_rank[0::2] == on_rank[1::2] and sorted(set(on_rank)) == [0, 1]

@@ -5,13 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.rewards.manager import RewardSample
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.ppo_trainer import read_generated
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.pretrained import load_tokenizer
@@ -175,3 +178,27 @@ def test_on_a_gpu_the_engine_loads_when_all_that_shares_its_device_is_there_and_
     others = ["ref begins", "actor_copy begins", "ref is there", "actor_copy is there"]
     assert notes_of("cuda") == [*others, "rollout begins", "rollout is there"]
     assert notes_of("cpu")[:3] == ["rollout begins", "ref begins", "actor_copy begins"]
+
+
+def test_the_responses_that_a_checkpoint_of_an_earlier_version_holds_are_read(tmp_path):
+    in_verls_layout = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 5], [6, 7]]),
+            "responses": torch.tensor([[8, 9, 0], [10, 0, 0]]),
+            "input_ids": torch.tensor([[0, 5, 8, 9, 0], [6, 7, 10, 0, 0]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]]),
+            "response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+            "rollout_log_probs": torch.tensor([[-0.5, -1.0, 0.0], [-2.0, 0.0, 0.0]]),
+        },
+        meta_info={"global_steps": 4, "metrics_of_generation": {"rollout/hit": Metric.mean(0.25)}},
+    )
+    in_verls_layout.save_to_disk(tmp_path / "generated.safetensors")
+    batch, scores, metrics = read_generated(tmp_path / "generated.safetensors", 0)
+    assert scores is None and metric_values(metrics) == {"rollout/hit": 0.25}
+    assert {name: [row.tolist() for row in column.unbind()] for name, column in batch.tensors().items()} == {
+        "prompts": [[5], [6, 7]],
+        "responses": [[8, 9], [10]],
+        "response_mask": [[1, 1], [1]],
+        "rollout_log_probs": [[-0.5, -1.0], [-2.0]],
+    }
+    assert batch.meta_info == {"global_steps": 4, "padding": (2, 3, 0)}

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
@@ -210,6 +211,13 @@ def test_a_row_without_a_prompt_is_refused():
     prompts = jagged_from_lists([rows["prompts"][0].tolist(), []], torch.int64)
     with pytest.raises(ValueError, match=rf"every row needs a prompt token, but .* \[{len(prompts[0])}, 0\]"):
         pack(replace(rows, columns={**rows.columns, "prompts": prompts}))
+
+
+def test_padded_columns_are_refused_with_what_to_do():
+    with pytest.raises(
+        ValueError, match=r"has padded columns, but .* take jagged ones: register the method .*jagged=True"
+    ):
+        Rows.of(padded(make_batch(rows=2)))
 
 
 def test_response_tokens_that_are_not_scored_are_read_and_have_no_log_prob(model_path):

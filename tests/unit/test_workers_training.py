@@ -141,6 +141,18 @@ def test_scores_come_back_in_the_order_of_the_rows_whatever_the_budget(model_pat
         torch.testing.assert_close(column, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_sample_of_several_rows_that_is_longer_than_a_pass_may_be_has_one_of_its_own(model_path):
+    batch = make_batch(rows=4)
+    batch.batch["sample_id"] = torch.tensor([0, 0, 0, 1])
+    first_three = Rows.of(batch).lengths_B[:3].sum()
+    assert first_three > 11
+    norms = [
+        metric_values(actor_group(model_path, budget=budget, prompts=2).update_actor(batch).get().meta_info["metrics"])
+        for budget in (11, 100)
+    ]
+    assert norms[0]["actor/grad_norm"] == pytest.approx(norms[1]["actor/grad_norm"], rel=1e-5)
+
+
 def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):
     data = make_batch()
     group = actor_group(model_path, budget=14)

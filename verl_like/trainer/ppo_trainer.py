@@ -250,10 +250,15 @@ class RayPPOTrainer(TrainingLoop):
             group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
         self.maker.kl_controller.value = state["kl_coef"]
         if (generated := checkpoint.folder / _GENERATED).exists():
-            batch = DataProto.load_from_disk(generated)
-            if not is_jagged(batch.tensors()["prompts"]):  # of an earlier version
-                batch = without_padding(batch, self.train_dataset.pad_token_id)
-            self.generated = batch, None, batch.meta_info.pop(_METRICS)
+            self.generated = read_generated(generated, self.train_dataset.pad_token_id)
+
+
+def read_generated(path: Path, pad_token_id: int) -> Generated:
+    """Responses that a checkpoint holds, also one of an earlier version, whose batches were padded."""
+    batch = DataProto.load_from_disk(path)
+    if not is_jagged(batch.tensors()["prompts"]):
+        batch = without_padding(batch, pad_token_id)
+    return batch, None, batch.meta_info.pop(_METRICS)
 
 
 _TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]

@@ -145,8 +145,7 @@ class MicroBatch(dict[str, torch.Tensor]):
         moved = to_device({**of_tokens, **of_rows, **places}, device)
         self.on_host, self.places = rows, moved.pop(_IN_ROWS)
         self.places_in_samples, self.first_rows = moved.pop(_IN_SAMPLES, None), moved.pop(_FIRST_ROWS, None)
-        self.by_token = {name: moved[name] for name in of_tokens}
-        padded = {name: scatter(values, self.places, self.in_rows.shape) for name, values in self.by_token.items()}
+        padded = {name: scatter(moved[name], self.places, self.in_rows.shape) for name in of_tokens}
         super().__init__({**moved, **padded})
 
     def of_tokens(self, values_bR: torch.Tensor) -> torch.Tensor:
@@ -163,10 +162,9 @@ class MicroBatch(dict[str, torch.Tensor]):
         """The columns with a row for each sample: (s, W) by response token, of others the entry of its first row."""
         if self.places_in_samples is None:
             return dict(self)
-        of_rows = {name: column[self.first_rows] for name, column in self.items() if name not in self.by_token}
-        shape = self.in_samples.shape
-        return of_rows | {
-            name: scatter(values, self.places_in_samples, shape) for name, values in self.by_token.items()
+        return {
+            name: self.of_samples(column) if column.shape[:2] == self.in_rows.shape else column[self.first_rows]
+            for name, column in self.items()
         }
 
 
