@@ -47,7 +47,7 @@ def test_a_maker_that_reads_another_file_than_the_run_began_with_is_refused(
 ):
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [LocalTrainer])
     config = config_with_texts(tmp_path, tiny_llama)
-    ledger = PromptLedger(2, batch_size=4, detached=config.detached)
+    ledger = PromptLedger(2, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness)
     with contextlib.ExitStack() as cleanup:
         maker = side_of(ExperienceMakerHolder, config.of_maker("maker_0"), cleanup=cleanup, ledger=ledger)
         assert len(maker.start().dataset) == 8

@@ -167,7 +167,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 # The keys that detached training has beside those of PPO, whose places are in step_table.py.
 DETACHED_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "tests/unit/test_detached_config.py": ("detached.num_makers", "trainer.max_staleness"),
+    "tests/unit/test_detached_config.py": ("detached.num_makers",),
     "tests/end_to_end/test_detached.py": (
         *("detached.num_trainers", "detached.update_steps", "detached.update_in_flight", "detached.routing"),
         *("detached.experience_batch_size", "detached.max_restarts"),

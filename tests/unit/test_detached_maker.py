@@ -57,7 +57,7 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
             each.rollout.load_weights([export], version)
 
     load(0)
-    ledger = PromptLedger(3, batch_size=5, detached=config.detached)
+    ledger = PromptLedger(3, batch_size=5, detached=config.detached, max_staleness=config.trainer.max_staleness)
     run = SimpleNamespace(groups={"rollout": rollout}, maker=None)
     own = {"name_in_ledger": "maker_0", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_0")}
     holder = maker(config=config, ledger=ledger, run=run, version=0, **own)
@@ -215,7 +215,7 @@ def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: p
 
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):
     config = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo", "detached.experience_batch_size=4")
-    ledger = PromptLedger(3, batch_size=4, detached=config.detached)
+    ledger = PromptLedger(3, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness)
     own = {"name_in_ledger": "maker_1", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_1", node="")}
     own |= {"version": 0, "index": 1, "is_compared": True, "validated": 0, "sent": {}, "trainer_names": ["trainer_0"]}
     holder = maker(config=config, ledger=ledger, start=lambda: None, load_newest_weights=lambda: None, **own)
