@@ -153,6 +153,20 @@ def test_a_sample_of_several_rows_that_is_longer_than_a_pass_may_be_has_one_of_i
     assert norms[0]["actor/grad_norm"] == pytest.approx(norms[1]["actor/grad_norm"], rel=1e-5)
 
 
+def test_a_loss_sees_the_columns_of_samples(model_path):
+    data = make_batch(rows=4)
+    data.batch["sample_id"] = torch.tensor([7, 7, 3, 5])
+    data.batch["weight"] = torch.tensor([0.5, 1.5, 2.5, 3.5])
+    micro = MicroBatch(Rows.of(data), "cpu")
+    columns = micro.by_sample()
+    assert columns["weight"].tolist() == [0.5, 2.5, 3.5], "of the first row of each"
+    advantages = [row.tolist() for row in data.tensors()["advantages"].unbind()]
+    of_samples = [advantages[0] + advantages[1], advantages[2], advantages[3]]
+    width = max(RESPONSE, *map(len, of_samples))
+    expected = [row + [0.0] * (width - len(row)) for row in of_samples]
+    assert columns["advantages"].tolist() == micro.of_samples(micro["advantages"]).tolist() == expected
+
+
 def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):
     data = make_batch()
     group = actor_group(model_path, budget=14)

@@ -105,7 +105,6 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
             raise ValueError(f"{name} was put into a padded view, which cannot change tokens: make another batch")
         self.written[name] = column
         self.unread.discard(name)
-        self.removed.discard(name)
 
     def __delitem__(self, name: str) -> None:
         if name not in self:

@@ -172,9 +172,7 @@ def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
     for key, successor in replaced.items():
         section, _, name = key.rpartition(".")
         if section in saved and name in saved[section]:
-            value = saved[section].pop(name)
-            # Of several that one key replaces, the one that says something counts.
-            OmegaConf.update(saved, successor, value or OmegaConf.select(saved, successor) or value, force_add=True)
+            OmegaConf.update(saved, successor, saved[section].pop(name), force_add=True)
 
 
 def read_fingerprints(run_dir: Path) -> dict[str, str]:

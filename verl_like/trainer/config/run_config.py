@@ -111,7 +111,8 @@ class RunConfig(ConfigModel):
     algorithm_keys: ClassVar[dict[str, Registry]] = {}
     """Keys that name an algorithm, and where it is found. Its own options become keys too."""
     replaced_keys: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions with their successors, which a refusal names; an old run's record may have them."""
+    """Keys of earlier versions with their successors, which a refusal names; an old run's record may have them, and of
+    several with one successor the last counts."""
 
     plugins: Strings = ()
     """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""
