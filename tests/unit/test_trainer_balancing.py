@@ -149,8 +149,8 @@ def test_samples_stay_whole_where_nothing_is_balanced(group: LocalWorkerGroup):
 
 def test_samples_of_one_number_stay_apart_where_balance_puts_them_side_by_side():
     # Of 10, 1, 10 and 1 tokens a row: each rank gets a long and a short sample, whose numbers may be the same.
-    batch = rows_of([10, 10, 1, 1, 10, 10, 1, 1], sample_id=torch.tensor([0, 0, 1, 1, 1, 1, 0, 0]))
+    batch = rows_of([10, 10, 1, 1, 10, 10, 1, 1], sample_id=torch.tensor([0, 0, 1, 1, 0, 0, 1, 1]))
     work = RowWork.of(batch, ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=()), balance=True)
     for given in (work.with_numbers(batch), work.in_mini_batches(batch, 2, 4).batch):
         assert given.batch["sample_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert batch.batch["sample_id"].tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert batch.batch["sample_id"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
