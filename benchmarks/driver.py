@@ -8,23 +8,17 @@ Workers of two ranks are scripted: they return columns of the right shapes at on
 nothing, for which this version pads the batch and takes the padding away again.
 """
 
-import argparse
 import statistics
-import subprocess
-from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, Report, Side, interleave, sized
+from benchmarks.harness import ROOT, Report, Side, interleave, other_version, sized
 
 NUM_SAMPLES, LONGEST_PROMPT, LONGEST_RESPONSE = sized((8192, 1024, 2048), (64, 32, 64))
 ROUNDS = sized(5, 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("tree", type=Path)
-    tree = parser.parse_args().tree.resolve()
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True).strip()
+    tree, commit = other_version()
     report = Report("driver", f"The driver's part of a step of {NUM_SAMPLES:,} samples, this version beside {commit}")
     script = str(ROOT / "benchmarks" / "sides" / "driver_ours.py")
     both = []

@@ -5,6 +5,7 @@ the numbers are of no worth and are written to build/benchmarks. With `BENCHMARK
 each answers what our side answered last to the same function.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -35,6 +36,15 @@ PYTHON = {"project": sys.executable, "peers": str(ROOT / "benchmarks" / ".peers"
 
 OUR_ANSWERS: dict[str, dict[str, Any]] = {}
 """The last answer to each function, for `BENCHMARK_SIDES=ours`."""
+
+
+def other_version() -> tuple[Path, str]:
+    """The checkout that the command line names, to be compared with this one, and its commit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tree", type=Path)
+    tree = parser.parse_args().tree.resolve()
+    commit_there = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True)
+    return tree, commit_there.strip()
 
 
 def sized(whole: T, small: T) -> T:

@@ -5,25 +5,19 @@
     git worktree add ../before e795b27 && ln -s "$PWD/.venv" ../before/.venv
 """
 
-import argparse
 import statistics
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, Report, Side, interleave
+from benchmarks.harness import ROOT, Report, Side, interleave, other_version
 
 BOUND = 1.1
 """The longest time over the other version's. Repetitions of one version differ by that much."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("tree", type=Path)
-    tree = parser.parse_args().tree.resolve()
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True).strip()
+    tree, commit = other_version()
     report = Report("versions", f"This version beside {commit}, in turn, one thread each unless said")
 
     def sides(script: str, threads: int = 1) -> list[Side]:

@@ -176,10 +176,10 @@ def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | 
 
 
 class PaddedView(DataProto):
-    """A batch whose columns are `PaddedColumns`; `strip` has what was done with it without padding."""
+    """What `view_of_samples` returns: a batch whose columns are `PaddedColumns`."""
 
-    def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
-        columns: Any = PaddedColumns(data, by_sample=by_sample)
+    def __init__(self, data: DataProto) -> None:
+        columns: Any = PaddedColumns(data, by_sample=True)
         self.batch = columns
         self.non_tensor_batch, self.meta_info = dict(data.non_tensor_batch), dict(data.meta_info)
         if columns.samples:
@@ -220,7 +220,7 @@ def view_of_samples(data: DataProto) -> PaddedView:
     `attention_mask` of them alone, and of other columns the entry of the sample's first row. Columns are padded when
     they are read.
     """
-    return PaddedView(data, by_sample=True)
+    return PaddedView(data)
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:

@@ -58,13 +58,14 @@ def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
 def concat_samples(parts: Sequence[DataProto]) -> DataProto:
     """`DataProto.concat`, with `sample_id` numbered through: the same number in two parts is two samples."""
     whole = DataProto.concat(parts)
-    if SAMPLE_COLUMN in whole.tensors():
-        of_parts = [SampleRows.of(part) for part in parts if len(part)]
-        before = 0
-        numbers = []
-        for samples in of_parts:
-            numbers.append(samples.sample_of_row + before)
-            before += samples.num_samples
-        assert whole.batch is not None
-        whole.batch[SAMPLE_COLUMN] = torch.cat(numbers) if numbers else whole.batch[SAMPLE_COLUMN]
+    if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
+        return whole
+    numbers: list[torch.Tensor] = []
+    num_before = 0
+    for part in parts:
+        samples = SampleRows.of(part)
+        numbers.append(samples.sample_of_row + num_before)
+        num_before += samples.num_samples
+    assert whole.batch is not None
+    whole.batch[SAMPLE_COLUMN] = torch.cat(numbers)
     return whole
