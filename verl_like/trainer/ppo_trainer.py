@@ -71,7 +71,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def __post_init__(self) -> None:
         if self.rule_scorer:
-            self.rule_scorer.on_call = self.recorder.timeline.record
+            self.rule_scorer.on_call = self.recorder.record
         data, trainer = self.config.data, self.config.trainer
         num_prompts = len(self.train_dataset)
         self.sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
@@ -100,11 +100,11 @@ class RayPPOTrainer(TrainingLoop):
         """Raises EngineMismatch unless every replica computes the actor's model with the weights that it was given."""
         config, actor = self.config, self.groups[Role.Actor]
         if not hasattr(actor, ScoringWorker.score_greedy.__name__):
-            self.recorder.console.say(engine_check.UNKNOWN_ACTOR)
+            self.recorder.say(engine_check.UNKNOWN_ACTOR)
             return
         drawn = engine_check.draw(self.groups[Role.Rollout], self.train_dataset)
         if not drawn:
-            self.recorder.console.say(engine_check.UNKNOWN_ROLLOUT)
+            self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
             return
         # On a GPU that they share, the actor computes when the engine sleeps, which then has no weights.
         is_shared = config.trainer.device == "cuda" and not config.trainer.max_staleness
@@ -137,7 +137,7 @@ class RayPPOTrainer(TrainingLoop):
         """A worker group for each role; training roles of one pool share their processes."""
         assert self.resource_pool_manager is not None
         groups, self.placement = start_groups(
-            self.config, self.role_worker_mapping, self.resource_pool_manager, self.recorder.timeline.record
+            self.config, self.role_worker_mapping, self.resource_pool_manager, self.recorder.record
         )
         return groups
 
@@ -245,7 +245,7 @@ class RayPPOTrainer(TrainingLoop):
         for name in ("global_step", "num_prompt_batches", "upcoming_batch"):
             setattr(self, name, state[name])
         for note in self.learner.restore(checkpoint.folder, state["version"]):
-            self.recorder.console.say(note)
+            self.recorder.say(note)
         for role, group in self.groups_with_state.items():
             group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
         self.maker.kl_controller.value = state["kl_coef"]

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -42,7 +42,7 @@ from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import get_trainer
 from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
-from verl_like.trainer.run_recorder import RunRecorder, placement_rows
+from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.weight_sync import StaleWeightsError
 
@@ -143,13 +143,14 @@ class ExperienceMakerHolder(Side):
         built_in = maker_models(self.config, inputs.role_worker_mapping)
         mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
         inputs = replace(inputs, config=self.config, role_worker_mapping=mapping)
-        self.run = get_trainer().of(inputs, cast(RunRecorder, self.recorder), self.pools)
+        trainer_class: Any = get_trainer()
+        self.run = trainer_class.of(inputs, self.recorder, self.pools)
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker))
         if (kl_coef := self.ledger.kl_coef()) is not None:
             self.run.maker.kl_controller.value = kl_coef
-        self.recorder.placement = placement_rows(self.run.placement)
+        self.recorder.show_placement(placement_rows(self.run.placement))
         load_models(self.run.groups, self.config.trainer.device)
         self.require_same_inputs(self.config)
         return PromptLoader(self.run.train_dataset, self.run.sampler)
@@ -210,7 +211,7 @@ class ExperienceMakerHolder(Side):
         groups, config = self.run.groups, self.config
         drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
         if not drawn:
-            self.recorder.notes.append(engine_check.UNKNOWN_ROLLOUT)
+            self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
         arguments = self.name, self.version, drawn
         deadline_s = config.trainer.call_timeout_s
         log_probs = ask(self.trainer_names[0], "score_greedy", *arguments, timeout=deadline_s)

@@ -227,7 +227,7 @@ class DetachedRun:
             said = "SIGTERM: the run has its last checkpoint and ends after its last validation; a second one ends it."
         else:
             said = f"SIGTERM: the run ends with the checkpoint of step {self.last_step}; a second one ends it without."
-        self.recorder.console.say(said)
+        self.recorder.say(said)
 
     def counts(self) -> Any:
         """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger does not answer."""
@@ -240,7 +240,7 @@ class DetachedRun:
     def show_counts(self) -> None:
         """Says what became of every prompt."""
         counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
-        self.recorder.console.say(f"Prompts: {counts}")
+        self.recorder.say(f"Prompts: {counts}")
 
     def end_of_loop(self, name: str, loop: Any) -> None:
         """A loop has ended: at its end, or because the side failed."""
@@ -297,7 +297,7 @@ class DetachedRun:
             return
         self.restarts_left[name] -= 1
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
-        self.recorder.console.say(f"{name} failed and is started again: {headline}")
+        self.recorder.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
         deadline = time.monotonic() + ANSWER_S
         with contextlib.suppress(ValueError):  # there is no actor of this name any more
