@@ -193,8 +193,9 @@ def test_the_responses_that_a_checkpoint_of_an_earlier_version_holds_are_read(tm
         meta_info={"global_steps": 4, "metrics_of_generation": {"rollout/hit": Metric.mean(0.25)}},
     )
     in_verls_layout.save_to_disk(tmp_path / "generated.safetensors")
-    batch, scores, metrics = read_generated(tmp_path / "generated.safetensors", 0)
-    assert scores is None and metric_values(metrics) == {"rollout/hit": 0.25}
+    generated = read_generated(tmp_path / "generated.safetensors", 0)
+    batch = generated.batch
+    assert generated.scores is None and metric_values(generated.metrics) == {"rollout/hit": 0.25}
     assert {name: [row.tolist() for row in column.unbind()] for name, column in batch.tensors().items()} == {
         "prompts": [[5], [6, 7]],
         "responses": [[8, 9], [10]],

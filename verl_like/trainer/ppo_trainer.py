@@ -219,13 +219,9 @@ class RayPPOTrainer(TrainingLoop):
         for role, group in self.groups_with_state.items():
             group.save_checkpoint(str(folder / role / "checkpoint"))
         if self.generated:
-            batch, scores, metrics = self.generated
-            if scores:
-                batch, scoring_metrics = self.maker.collect(batch, [scores.complete(batch)])
-                metrics = merge_metrics([metrics, scoring_metrics])
-            self.generated = batch, None, metrics
-            saved = batch.select()
-            saved.meta_info |= {_METRICS: metrics}
+            self.generated = self.maker.with_scores(self.generated)
+            saved = self.generated.batch.select()
+            saved.meta_info |= {_METRICS: self.generated.metrics}
             saved.save_to_disk(folder / _GENERATED)
         return folder
 
@@ -258,7 +254,8 @@ def read_generated(path: Path, pad_token_id: int) -> Generated:
     batch = DataProto.load_from_disk(path)
     if not is_jagged(batch.tensors()["prompts"]):
         batch = without_padding(batch, pad_token_id)
-    return batch, None, batch.meta_info.pop(_METRICS)
+    metrics = batch.meta_info.pop(_METRICS)
+    return Generated(batch, None, metrics)
 
 
 _TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]
