@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, 
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
+    """The ranks are objects in this process. A call runs when it is submitted, rank after rank, and one at a time
+    where several threads submit them.
 
     Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The method's own
     exception is the `__cause__` of the WorkerError. A call that is given the future of a failed call raises its error
@@ -31,6 +33,7 @@ class LocalWorkerGroup(WorkerGroup):
     ) -> None:
         super().__init__(ray_cls_with_init.cls, role, world_size, "local", on_call)
         self._invoker = Invoker(node="local")
+        self._running = threading.RLock()
         self._port_socket, port = reserve_port()
         self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.workers: list[Any] = []
@@ -49,7 +52,7 @@ class LocalWorkerGroup(WorkerGroup):
         results: list[tuple[CallHeader, Any]] = []
         for rank, (args, kwargs) in enumerate(calls):
             try:
-                with self._environment(rank):
+                with self._running, self._environment(rank):
                     *items, header, payload = self._invoker.run(
                         self.role, self.workers[rank], spec.name, args, kwargs, list
                     )

@@ -42,6 +42,12 @@ def float_of_device(device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
+def default_routing(trainer: str, device: str, max_staleness: int) -> str:
+    """`rollout.routing`: fixed where runs are repeated bit for bit."""
+    is_ahead = trainer == "detached" and max_staleness != 0
+    return "fixed" if device == "cpu" and not is_ahead else "least_loaded"
+
+
 def aggregation_of_loss(loss_mode: str) -> str:
     """The aggregation that a policy loss is defined with: the default of its parameter `loss_agg_mode`.
 

@@ -37,11 +37,15 @@ class GenerationRequest:
     seed: int
     """All randomness of the response."""
     sampling: Sampling
+    uid: str = ""
+    """Of its prompt in the batch."""
+    index: int = 0
+    """Among the responses to the prompt."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response: its tokens, the last of which may be a stop token, and their log-probabilities."""
+    """The response to a request: its tokens, the last of which may be a stop token, and their log-probabilities."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -49,6 +53,10 @@ class Completion:
     """Spans that follow each other from the first token to the last."""
     num_cached_tokens: int = 0
     """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
+
+
+FinishedRequest = tuple[GenerationRequest, Completion]
+"""A request and its response, while others of the same batch may still be drawn."""
 
 
 def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
