@@ -1,6 +1,8 @@
 """Values that follow other keys, such as `${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.trainer.config.errors import ConfigError
@@ -42,9 +44,9 @@ def float_of_device(device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def default_routing(trainer: str, device: str, max_staleness: int) -> str:
-    """`rollout.routing`: fixed where runs are repeated bit for bit."""
-    is_ahead = trainer == "detached" and max_staleness != 0
+def default_routing(device: str, max_staleness: int, *, _root_: Mapping[str, Any]) -> str:
+    """`rollout.routing`: fixed where runs are repeated bit for bit. `_root_` is the whole configuration."""
+    is_ahead = "detached" in _root_ and max_staleness != 0
     return "fixed" if device == "cpu" and not is_ahead else "least_loaded"
 
 

@@ -81,7 +81,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     was ever run."""
     routing: Annotated[
         Literal["fixed", "least_loaded"],
-        Follows("${default_routing:${name_of_trainer:},${trainer.device},${trainer.max_staleness}}"),
+        Follows("${default_routing:${trainer.device},${trainer.max_staleness}}"),
     ] = "fixed"
     """Which replica takes a request. fixed: each has an equal part of the prompts of a call, from its start.
     least_loaded: they wait in one queue for the replica with most free places, so none stands idle while others work,

@@ -43,6 +43,7 @@ class RequestCall(PendingCall):
         self.unread: list[FinishedRequest] = []
         """What `stream` has not given yet."""
         self.error: Exception | None = None
+        self.begun = time.monotonic()
         self.spans: dict[int, tuple[float, float]] = {}
         """When each replica drew, by `time.time()`."""
         self.batch: DataProto | None = None
@@ -121,6 +122,7 @@ class RequestRouter:
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             call.completions, call.unread = {}, []
+            call.begun = time.monotonic()
             self._add(call)
 
     def _add(self, call: RequestCall) -> None:
@@ -141,21 +143,28 @@ class RequestRouter:
             left_s = max(0.0, started + deadline_s - time.monotonic())
             limit_s = None if math.isinf(left_s) else left_s
             if not self.changed.wait_for(lambda: call.unread or call.done(), timeout=limit_s):
-                ranks = sorted({self.mesh.collect_ranks[replica] for replica in self._replicas_of(call)})
-                late = f"rank(s) {ranks} of {self.group.world_size}"
-                raise CallTimeout(self.group.role, METHOD, deadline_s, late)
+                raise self._timeout(call, deadline_s)
             if call.error:
                 raise call.error
             unread, call.unread = call.unread, []
             return unread, call.done()
 
-    def _replicas_of(self, call: RequestCall) -> Iterator[int]:
-        return (self.queue.replica_of[name] for name in call.requests if name in self.queue.replica_of)
+    def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
+        replica_of = self.queue.replica_of
+        replicas = {replica_of[name] for name in call.requests if name in replica_of}
+        ranks = sorted(self.mesh.collect_ranks[replica] for replica in replicas)
+        late = f"rank(s) {ranks} of {self.group.world_size}"
+        return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
     def wait_for_any(self, calls: Collection[RequestCall], timeout_s: float) -> None:
-        """Until one of the calls is done, `timeout_s` at most."""
+        """Until one of the calls is done, `timeout_s` at most. Raises CallTimeout for one past the group's deadline."""
+        deadline_s = self.group.deadline_s
         with self.changed:
-            self.changed.wait_for(lambda: any(call.done() for call in calls), timeout=timeout_s)
+            if self.changed.wait_for(lambda: any(call.done() for call in calls), timeout=timeout_s):
+                return
+            for call in calls:
+                if time.monotonic() > call.begun + deadline_s:
+                    raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
         """The steps of the engine since each unfinished request was submitted to it, by name."""
@@ -178,8 +187,8 @@ class RequestRouter:
                 failure = error.in_method(METHOD) if isinstance(error, WorkerError) else error
                 for call in set(self.calls.values()):
                     call.error = failure
-                self.queue.remove(self.calls)
-                self.calls, self.aborted = {}, []
+                self.aborted += self.queue.remove(self.calls)  # told before the requests of a later call
+                self.calls = {}
                 self.is_running = False
                 self.changed.notify_all()
 
