@@ -11,7 +11,7 @@ from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.batch import RequestRules, assemble, greedy_requests, names_of_real
 from verl_like.workers.rollout.engine_thread import EngineThread
-from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
+from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest, PackedCompletions
 from verl_like.workers.rollout.router import call_by_requests
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
@@ -101,13 +101,13 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.engine_thread.submit(requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
-    def collect_completions(self, wait_s: float) -> dict[str, Completion]:
-        """The responses that have ended since the call before, by the names of their requests.
+    def collect_completions(self, wait_s: float) -> PackedCompletions:
+        """The responses that have ended since the call before.
 
-        Waits until no request is unfinished, `wait_s` at most. Empty on ranks that are not collected.
+        Waits until no request is unfinished, `wait_s` at most. None on ranks that are not collected.
         """
         ended = self.engine_thread.collect(wait_s if self.rollout.is_collect else 0.0)
-        return ended if self.rollout.is_collect else {}
+        return PackedCompletions.of(ended if self.rollout.is_collect else {})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def abort_requests(self, names: Sequence[str]) -> None:

@@ -212,7 +212,7 @@ class RequestRouter:
         by_rank_ended = self.group.collect_completions(COLLECT_S)
         with self.changed:
             for replica, rank in enumerate(self.mesh.collect_ranks):
-                for name, completion in by_rank_ended[rank].items():
+                for name, completion in by_rank_ended[rank].unpacked().items():
                     self._ended(replica, name, completion)
             self.changed.notify_all()
         return True
