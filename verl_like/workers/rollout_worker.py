@@ -102,9 +102,9 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def collect_completions(self, wait_s: float) -> PackedCompletions:
-        """The responses that have ended since the call before.
+        """The responses that have ended since the call before; see `EngineThread.collect`.
 
-        Waits until no request is unfinished, `wait_s` at most. None on ranks that are not collected.
+        None on ranks that are not collected.
         """
         ended = self.engine_thread.collect(wait_s if self.rollout.is_collect else 0.0)
         return PackedCompletions.of(ended if self.rollout.is_collect else {})

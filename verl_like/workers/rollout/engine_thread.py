@@ -1,6 +1,7 @@
 """A rollout engine on a thread of its own: it takes requests and weights between two steps and computes meanwhile."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
@@ -17,10 +18,12 @@ T = TypeVar("T")
 
 _IDLE_S = 60.0
 """How long a replica's first rank lets the others wait without a word. Their own limit is half an hour."""
+_LONGEST_WAIT_S = 1.0
+"""After which `stream` asks again for what has ended."""
 _COMMAND_S = 1800.0
 """How long a rank waits for a command that the first rank of its replica has taken already."""
-_LOOK_S = 0.05
-"""How often `stream` gives what has ended. Each time costs well under a millisecond."""
+GATHER_S = 0.05
+"""How long responses that have ended wait for others, so that they are told together."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,25 @@ class EngineThread:
     def collect(self, wait_s: float, names: Collection[str] | None = None) -> dict[str, Completion]:
         """The responses that have ended since they were asked for last, by the names of their requests.
 
-        Waits until no request is unfinished, `wait_s` at most. `names` are the only requests that are asked for.
+        Waits until one has ended, `wait_s` at most, and if others are unfinished for GATHER_S in all. `names` are the
+        only requests that are asked for.
         """
+        started = time.monotonic()
+
+        def ended() -> list[str]:
+            return list(self._ended) if names is None else [name for name in names if name in self._ended]
+
+        def is_over() -> bool:
+            unfinished = self._ages if names is None else self._ages.keys() & set(names)
+            return self._failure is not None or not unfinished
+
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or not self._unfinished(names), timeout=wait_s)
+            self._changed.wait_for(lambda: ended() or is_over(), timeout=wait_s)
+            left_s = started + min(GATHER_S, wait_s) - time.monotonic()
+            self._changed.wait_for(is_over, timeout=max(0.0, left_s))
             if self._failure:
                 raise self._failure
-            wanted = list(self._ended) if names is None else [name for name in names if name in self._ended]
-            return {name: self._ended.pop(name) for name in wanted}
+            return {name: self._ended.pop(name) for name in ended()}
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Generator[list[FinishedRequest], None, None]:
         """Has requests drawn; gives lists of those that have ended, each once."""
@@ -85,7 +99,7 @@ class EngineThread:
         try:
             self.submit(requests)
             while waiting:
-                ended = self.collect(_LOOK_S, waiting)
+                ended = self.collect(_LONGEST_WAIT_S, waiting)
                 if ended:
                     yield [(waiting.pop(name), completion) for name, completion in ended.items()]
         finally:  # a call that fails or is closed early leaves no request behind
@@ -128,9 +142,6 @@ class EngineThread:
     def forget_prompts(self) -> None:
         """`RolloutEngine.forget_prompts`."""
         self._ask(self.engine.forget_prompts)
-
-    def _unfinished(self, names: Collection[str] | None) -> bool:
-        return bool(self._ages) if names is None else any(name in self._ages for name in names)
 
     def _ask(self, run: Callable[[], T], drains: bool = False) -> T:
         """The result of a command, after it has run on the engine's thread."""

@@ -13,8 +13,9 @@ from verl_like.workers.rollout.batch import RequestRules, assemble, names_of_rea
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
 from verl_like.workers.rollout.routing import RequestQueue
 
-COLLECT_S = 0.05
-"""How long a replica gathers what has ended before it tells the driver."""
+COLLECT_S, LONGEST_COLLECT_S = 0.05, 0.4
+"""How long a replica waits for a response to end before it tells the driver that there is none. While that is so, and
+no request comes, the driver doubles the one until it is the other."""
 METHOD = "generate_sequences"
 """The method that calls are made of, as errors and the timeline name it."""
 
@@ -105,6 +106,7 @@ class RequestRouter:
         """Requests that replicas are to forget."""
         self.num_calls = 0
         self.is_running = False
+        self.collect_s = COLLECT_S
 
     def call(self, prompts: DataProto) -> ResponsesFuture:
         """Has the responses to a batch of prompts drawn."""
@@ -209,7 +211,10 @@ class RequestRouter:
         if any(taken):
             by_rank = PerRank([taken[replica] for replica in self.mesh.dp_ranks])
             self.group.submit_requests(by_rank)
-        by_rank_ended = self.group.collect_completions(COLLECT_S)
+            self.collect_s = COLLECT_S
+        by_rank_ended = self.group.collect_completions(self.collect_s)
+        has_ended = any(by_rank_ended[rank].names for rank in self.mesh.collect_ranks)
+        self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
         with self.changed:
             for replica, rank in enumerate(self.mesh.collect_ranks):
                 for name, completion in by_rank_ended[rank].unpacked().items():
