@@ -2,7 +2,9 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
+from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -19,8 +21,19 @@ from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 PROMPT_COLUMNS = ["prompts", "uid"]
 
 
+_REPLACED = {
+    "submit_prompts": "generate_sequences of some prompts may be called while others are generated",
+    "advance_sequences": "the engine computes on a thread of its own; the future of generate_sequences says when it ends",
+    "restart_sequences": "the driver begins the requests of a call again (RequestCall.begin_again)",
+}
+
+
 class RolloutWorker(ActorRolloutRefWorker):
     """One rank of the policy that generates; `seed`, the run's, is for sampling."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        refuse_replaced(cls, _REPLACED)
 
     def __init__(self, config: ActorRolloutRefConfig, seed: int) -> None:
         super().__init__(config)

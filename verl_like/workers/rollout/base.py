@@ -4,10 +4,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from verl_like.plugins import refuse_replaced
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
@@ -27,6 +29,14 @@ CPU_NUM_SEQS = 256
 """Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
 
 
+_REPLACED = {
+    "stream_sequences": "the driver makes requests of a batch; submit and step take these",
+    "requests_for": "requests of a batch follow from rules()",
+    "batch_of": "a batch is made of the completions that step returns, by assemble of verl_like.workers.rollout.batch",
+    "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
+}
+
+
 class RolloutEngine(ABC):
     """Generates responses with the trainer's weights; engines differ in how they sample and how they take weights.
 
@@ -42,6 +52,10 @@ class RolloutEngine(ABC):
     An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has. Raises
     ValueError for a setting that does not fit, ModuleNotFoundError for a missing package; both say what to do.
     """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        refuse_replaced(cls, _REPLACED)
 
     def __init__(
         self, config: RolloutConfig, model: TrainedModelConfig, *, rank: int, world_size: int, seed: int, device: str
