@@ -20,7 +20,8 @@ def import_plugins(modules: Sequence[str]) -> None:
 
 
 def refuse_replaced(plugin: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError for a method of a plugin's class that nothing calls any more; `replaced` says what is instead."""
+    """Raises ValueError for a method of a plugin's class that nothing calls any more; `replaced` says what is there
+    instead."""
     for name in replaced.keys() & vars(plugin).keys():
         raise ValueError(
             f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls any more: {replaced[name]}"

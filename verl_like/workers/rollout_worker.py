@@ -23,7 +23,7 @@ PROMPT_COLUMNS = ["prompts", "uid"]
 
 _REPLACED = {
     "submit_prompts": "generate_sequences of some prompts may be called while others are generated",
-    "advance_sequences": "the engine computes on a thread of its own; the future of generate_sequences says when it ends",
+    "advance_sequences": "the engine computes by itself; the future of generate_sequences says when responses ended",
     "restart_sequences": "the driver begins the requests of a call again (RequestCall.begin_again)",
 }
 
