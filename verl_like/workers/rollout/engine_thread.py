@@ -122,6 +122,8 @@ class EngineThread:
     def ages(self) -> dict[str, int]:
         """The steps of the engine since each unfinished request was submitted, by name."""
         with self._changed:
+            if self._failure:
+                raise self._failure
             return dict(self._ages)
 
     def load_weights(
