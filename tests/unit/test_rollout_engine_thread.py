@@ -4,8 +4,8 @@ import ctypes
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,6 @@ def expected(model: ModelAndFolder) -> dict[str, Completion]:
     return completions
 
 
-@pytest.fixture
-def others() -> Iterator[ThreadPoolExecutor]:
-    """Threads that ask and wait."""
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        yield pool
-
-
 class Gate:
     """Lets the steps of an engine begin one by one."""
 
@@ -93,16 +86,30 @@ def gated(model: ModelAndFolder) -> tuple[EngineThread, Gate]:
     return EngineThread(lambda: gate.guard(make_engine(model))), gate
 
 
-def ask(others: ThreadPoolExecutor, thread: EngineThread, call: Callable, *args: Any, **kwargs: Any) -> Future:
+def later(call: Callable, *args: Any, **kwargs: Any) -> Future:
+    """A call on a thread of its own."""
+    answer: Future = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call(*args, **kwargs))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
+
+
+def ask(thread: EngineThread, call: Callable, *args: Any, **kwargs: Any) -> Future:
     """A call on another thread, which is done between two steps; it is in line when this returns."""
     before = len(thread._commands)
-    answer = others.submit(call, *args, **kwargs)
+    answer = later(call, *args, **kwargs)
     with thread._changed:
         assert thread._changed.wait_for(lambda: len(thread._commands) > before, timeout=LIMIT_S)
     return answer
 
 
-def collect_later(others: ThreadPoolExecutor, thread: EngineThread, names: Collection[str] | None = None) -> Future:
+def collect_later(thread: EngineThread, names: Collection[str] | None = None) -> Future:
     """A call of `collect` on another thread; it waits when this returns."""
     is_waiting, wait_for = threading.Event(), thread._changed.wait_for
 
@@ -111,7 +118,7 @@ def collect_later(others: ThreadPoolExecutor, thread: EngineThread, names: Colle
         return wait_for(*args, **kwargs)
 
     thread._changed.wait_for = told_wait_for
-    answer = others.submit(thread.collect, LIMIT_S, names)
+    answer = later(thread.collect, LIMIT_S, names)
     assert is_waiting.wait(LIMIT_S)
     thread._changed.wait_for = wait_for
     return answer
@@ -140,12 +147,12 @@ def spans(completions: dict[str, Completion]) -> dict[str, tuple]:
 
 
 def test_tokens_are_those_of_the_engine_stepped_by_hand_whenever_requests_come(
-    model: ModelAndFolder, expected: dict[str, Completion], others: ThreadPoolExecutor
+    model: ModelAndFolder, expected: dict[str, Completion]
 ) -> None:
     thread = EngineThread(lambda: make_engine(model))
     assert tokens(draw(thread, REQUESTS)) == tokens(expected)
     assert tokens(draw(thread, REQUESTS[::-1])) == tokens(expected)
-    for answer in [others.submit(thread.submit, [request]) for request in REQUESTS]:
+    for answer in [later(thread.submit, [request]) for request in REQUESTS]:
         answer.result(LIMIT_S)
     assert tokens(collect_all(thread)) == tokens(expected)
     thread, gate = gated(model)
@@ -153,7 +160,7 @@ def test_tokens_are_those_of_the_engine_stepped_by_hand_whenever_requests_come(
     gate.wait()
     for name in "dbafce":  # each between two steps
         gate.steps(1)
-        answer = ask(others, thread, thread.submit, named(name))
+        answer = ask(thread, thread.submit, named(name))
     gate.open()
     answer.result(LIMIT_S)
     assert tokens(collect_all(thread)) == tokens(expected)
@@ -233,14 +240,14 @@ def test_an_engine_that_cannot_be_made_raises_for_its_maker(model: ModelAndFolde
 
 
 def test_a_step_that_raises_fails_whatever_waits_for_the_engine_and_every_later_call(
-    model: ModelAndFolder, changed: LlamaForCausalLM, others: ThreadPoolExecutor
+    model: ModelAndFolder, changed: LlamaForCausalLM
 ) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "g"))
     gate.wait()
-    waiting = [collect_later(others, thread), collect_later(others, thread, ["a"])]
-    waiting.append(ask(others, thread, thread.load_weights, export(changed, 4), 4, drain=True))
-    waiting += [ask(others, thread, thread.submit, named("b")), ask(others, thread, thread.sleep)]
+    waiting = [collect_later(thread), collect_later(thread, ["a"])]
+    waiting.append(ask(thread, thread.load_weights, export(changed, 4), 4, drain=True))
+    waiting += [ask(thread, thread.submit, named("b")), ask(thread, thread.sleep)]
     thread.engine._has_work = lambda: False  # when the step under way has ended
     gate.open()
     errors = [answer.exception(LIMIT_S) for answer in waiting]
@@ -280,15 +287,13 @@ def test_collect_gives_what_has_ended_each_once_and_waits_no_longer_than_it_is_t
     assert tokens(collect_all(thread)) == {name: tokens(expected)[name] for name in "bcdg"}
 
 
-def test_collect_waits_until_a_response_ends(
-    model: ModelAndFolder, others: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collect_waits_until_a_response_ends(model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_S", 0.0)
     thread, gate = gated(model)
     thread.submit(REQUESTS)
     gate.wait()
     for steps, names in ((2, "af"), (1, "e"), (1, "bc"), (2, "d")):
-        answer = collect_later(others, thread)
+        answer = collect_later(thread)
         gate.steps(steps)
         assert answer.result(LIMIT_S).keys() == set(names)
     gate.open()
@@ -296,18 +301,18 @@ def test_collect_waits_until_a_response_ends(
 
 
 def test_what_has_ended_waits_for_other_responses_until_none_is_unfinished_but_not_for_longer_than_is_said(
-    model: ModelAndFolder, others: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_S", LIMIT_S)
     thread, gate = gated(model)
     thread.submit(REQUESTS)
     gate.wait()
-    answer = collect_later(others, thread, ["a", "b", "unknown"])
+    answer = collect_later(thread, ["a", "b", "unknown"])
     gate.steps(3)
     assert thread.collect(0.01, ["e", "g"]).keys() == {"e"}
     gate.steps(1)
     assert answer.result(LIMIT_S).keys() == {"a", "b"}
-    answer = collect_later(others, thread)
+    answer = collect_later(thread)
     gate.open()
     assert answer.result(LIMIT_S).keys() == {"c", "d", "f", "g"}
 
@@ -328,13 +333,13 @@ def test_collect_takes_the_names_that_it_is_told_and_no_others(
 
 
 def test_requests_that_are_aborted_are_forgotten_whether_they_have_ended_or_not(
-    model: ModelAndFolder, expected: dict[str, Completion], others: ThreadPoolExecutor
+    model: ModelAndFolder, expected: dict[str, Completion]
 ) -> None:
     thread, gate = gated(model)
     thread.submit(REQUESTS)
     gate.wait()
     gate.steps(2)  # a and f have ended
-    aborted = ask(others, thread, thread.abort, ["a", "g", "unknown"])
+    aborted = ask(thread, thread.abort, ["a", "g", "unknown"])
     gate.open()
     aborted.result(LIMIT_S)
     assert tokens(collect_all(thread)) == {name: tokens(expected)[name] for name in "bcdef"}
@@ -342,17 +347,17 @@ def test_requests_that_are_aborted_are_forgotten_whether_they_have_ended_or_not(
 
 
 def test_weights_that_drain_come_after_the_last_unfinished_response_and_before_what_is_asked_later(
-    model: ModelAndFolder, changed: LlamaForCausalLM, expected: dict[str, Completion], others: ThreadPoolExecutor
+    model: ModelAndFolder, changed: LlamaForCausalLM, expected: dict[str, Completion]
 ) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "g"))
     gate.wait()
     gate.steps(2)
-    early = ask(others, thread, thread.submit, named("b"))
-    loaded = ask(others, thread, thread.load_weights, export(changed, 5), 5, drain=True)
-    late = ask(others, thread, thread.submit, named("c", "d"))
-    again = ask(others, thread, thread.load_weights, export(model[1], 6), 6)  # it drains where nothing else is said
-    last = ask(others, thread, thread.submit, named("e"))
+    early = ask(thread, thread.submit, named("b"))
+    loaded = ask(thread, thread.load_weights, export(changed, 5), 5, drain=True)
+    late = ask(thread, thread.submit, named("c", "d"))
+    again = ask(thread, thread.load_weights, export(model[1], 6), 6)  # it drains where nothing else is said
+    last = ask(thread, thread.submit, named("e"))
     gate.steps(9)
     early.result(LIMIT_S)
     assert not loaded.done() and thread.ages().keys() == {"g"}
@@ -371,15 +376,13 @@ def test_weights_that_drain_come_after_the_last_unfinished_response_and_before_w
     assert {name: tokens(completions)[name] for name in "abeg"} == {name: tokens(expected)[name] for name in "abeg"}
 
 
-def test_weights_that_do_not_drain_come_between_two_tokens(
-    model: ModelAndFolder, changed: LlamaForCausalLM, others: ThreadPoolExecutor
-) -> None:
+def test_weights_that_do_not_drain_come_between_two_tokens(model: ModelAndFolder, changed: LlamaForCausalLM) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "d", "g"))
     gate.wait()
     gate.steps(3)
-    queued = ask(others, thread, thread.submit, named("b"))
-    loaded = ask(others, thread, thread.load_weights, export(changed, 5), 5, drain=False)
+    queued = ask(thread, thread.submit, named("b"))
+    loaded = ask(thread, thread.load_weights, export(changed, 5), 5, drain=False)
     gate.open()
     queued.result(LIMIT_S)
     loaded.result(LIMIT_S)
@@ -404,19 +407,17 @@ def test_weights_for_an_engine_without_requests_come_at_once(model: ModelAndFold
 
 
 def test_what_the_engine_refuses_is_an_error_of_the_one_who_asked_and_others_go_on(
-    model: ModelAndFolder, expected: dict[str, Completion], others: ThreadPoolExecutor
+    model: ModelAndFolder, expected: dict[str, Completion]
 ) -> None:
     thread, gate = gated(model)
     thread.submit(named("b", "g"))
     gate.wait()
     refused = {
-        "The prompt of x has 7 tokens": ask(
-            others, thread, thread.submit, [*named("a"), *make_requests({"x": [2] * 7})]
-        ),
-        "2 requests are in flight; abort them before": ask(others, thread, thread.sleep),
-        "Stale weights: version 2": ask(others, thread, thread.load_weights, export(model[1], 2), 2, drain=False),
+        "The prompt of x has 7 tokens": ask(thread, thread.submit, [*named("a"), *make_requests({"x": [2] * 7})]),
+        "2 requests are in flight; abort them before": ask(thread, thread.sleep),
+        "Stale weights: version 2": ask(thread, thread.load_weights, export(model[1], 2), 2, drain=False),
     }
-    taken = ask(others, thread, thread.submit, named("c"))
+    taken = ask(thread, thread.submit, named("c"))
     gate.open()
     for message, answer in refused.items():
         assert message in str(answer.exception(LIMIT_S))
@@ -427,20 +428,18 @@ def test_what_the_engine_refuses_is_an_error_of_the_one_who_asked_and_others_go_
     assert tokens(draw(thread, REQUESTS)) == tokens(expected)
 
 
-def test_an_age_is_the_number_of_steps_since_an_unfinished_request_came(
-    model: ModelAndFolder, others: ThreadPoolExecutor
-) -> None:
+def test_an_age_is_the_number_of_steps_since_an_unfinished_request_came(model: ModelAndFolder) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "b", "g"))
     gate.wait()
     assert thread.ages() == {"a": 0, "b": 0, "g": 0}
     gate.steps(1)
     assert thread.ages() == {"a": 1, "b": 1, "g": 1}
-    late = ask(others, thread, thread.submit, named("d"))
+    late = ask(thread, thread.submit, named("d"))
     gate.steps(1)  # a ends
     late.result(LIMIT_S)
     assert thread.ages() == {"b": 2, "g": 2, "d": 0}
-    aborted = ask(others, thread, thread.abort, ["b"])
+    aborted = ask(thread, thread.abort, ["b"])
     gate.steps(3)
     aborted.result(LIMIT_S)
     assert thread.ages() == {"g": 5, "d": 3}
@@ -462,16 +461,16 @@ def test_a_stream_gives_each_response_once_with_its_request_and_leaves_others_al
 
 
 def test_a_stream_that_is_closed_early_leaves_no_request_behind(
-    model: ModelAndFolder, expected: dict[str, Completion], others: ThreadPoolExecutor
+    model: ModelAndFolder, expected: dict[str, Completion]
 ) -> None:
     thread, gate = gated(model)
     thread.submit(named("b"))
     gate.wait()
     stream = thread.stream(named("a", "d", "g"))
-    first = ask(others, thread, next, stream)
+    first = ask(thread, next, stream)
     gate.steps(3)  # the stream's requests come after the first one
     assert [request.name for request, _ in first.result(LIMIT_S)] == ["a"]
-    closed = ask(others, thread, stream.close)
+    closed = ask(thread, stream.close)
     assert thread.ages().keys() == {"b", "d", "g"}
     gate.open()
     closed.result(LIMIT_S)
@@ -522,7 +521,7 @@ class Rank(EngineThread):
 
 
 def test_ranks_do_the_same_between_the_same_steps_though_one_is_asked_later(
-    model: ModelAndFolder, changed: LlamaForCausalLM, others: ThreadPoolExecutor
+    model: ModelAndFolder, changed: LlamaForCausalLM
 ) -> None:
     gate, numbers = Gate(), queue.Queue()
     first, second = Rank(model, numbers, 0, gate), Rank(model, numbers, 1)
@@ -541,7 +540,7 @@ def test_ranks_do_the_same_between_the_same_steps_though_one_is_asked_later(
     gate.wait()
     for together in calls(first):
         gate.steps(1)
-        answers += [ask(others, first, call, *args) for call, *args in together]
+        answers += [ask(first, call, *args) for call, *args in together]
     gate.open()
     [answer.result(LIMIT_S) for answer in answers]
     completions = collect_all(first)
@@ -550,9 +549,9 @@ def test_ranks_do_the_same_between_the_same_steps_though_one_is_asked_later(
     assert [span[:2] for span in completions["b"].versions] == [(3, 0), (5, 2)]
 
     asked = [(second.submit, named("e", "f")), *(each for together in calls(second) for each in together)]
-    answers = [ask(others, second, call, *args) for call, *args in asked[:-1]]
+    answers = [ask(second, call, *args) for call, *args in asked[:-1]]
     second.may_begin.set()
-    answers.append(others.submit(*asked[-1]))
+    answers.append(later(*asked[-1]))
     [answer.result(LIMIT_S) for answer in answers]
     assert collect_all(second) == completions
     assert second.done == first.done
