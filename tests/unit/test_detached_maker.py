@@ -75,8 +75,8 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_
     holder = maker(config=config, ledger=ledger, run=run, version=0, send=lambda *args: sent.append(args), **own)
     tickets = ledger.take("maker_0", 0, 5)
     holder.submit(tickets[:3], prompts(0, 1, 2))
-    for replica in replicas:
-        replica.wait_for(6)  # of 3 x 4 requests
+    for replica, num_requests in zip(replicas, (8, 4), strict=True):  # the four of a prompt stay together
+        replica.wait_for(num_requests)
     advance(4)
     holder.submit(tickets[3:], prompts(3, 4))
     for replica in replicas:
@@ -92,7 +92,8 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_
     for replica in replicas:
         replica.wait_for(4)
     advance(1)
-    assert sorted(threads[0].ages().values()) == sorted(threads[1].ages().values()) == [1] * 4 + [6] * 6
+    assert sorted(threads[0].ages().values()) == [1] * 4 + [6] * 8
+    assert sorted(threads[1].ages().values()) == [1] * 4 + [6] * 4
     load(2)
     holder.restart_young()  # they were already
     advance(3)  # to the ninth token of the first three
@@ -120,11 +121,11 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_
     [
         ({"a": 2, "b": 5, "of another prompt": 9}, False, 5),
         ({"a": 2, "b": 5}, True, math.inf),
-        ({"a": 2}, False, math.inf),  # the other one has ended, or waits for a place
+        ({"a": 2}, False, 2),  # the other one has ended, or waits for a place
         ({}, False, math.inf),
     ],
 )
-def test_only_a_prompt_all_of_whose_responses_are_young_may_be_begun_again(
+def test_a_prompt_is_as_old_as_the_oldest_of_its_unfinished_responses_and_begun_again_once(
     ages: dict[str, int], is_renewed: bool, age: float
 ):
     responses: Any = SimpleNamespace(call=SimpleNamespace(requests={"a": None, "b": None}))

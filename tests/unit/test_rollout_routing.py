@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -34,11 +35,41 @@ def test_equal_shares_are_consecutive_prompts_with_all_their_samples_and_the_fir
 def test_an_equal_share_is_a_function_of_the_requests_of_its_call_alone():
     queue = RequestQueue("fixed", num_replicas=2, num_slots=4)
     queue.add(requests_of("a", num_prompts=3, n=1), n=1)
-    queue.take()
+    assert names(queue.take()) == [["a0.0", "a1.0"], ["a2.0"]]
     queue.ended("a0.0")
     queue.add(requests_of("b", num_prompts=3, n=1), n=1)
+    assert names(queue.take()) == [[], []], "when it begins does not depend on when responses of the call before end"
+    assert len(queue) == 5 and queue.num_unsent == 3
+    queue.ended("a1.0")
+    queue.ended("a2.0")
     assert names(queue.take()) == [["b0.0", "b1.0"], ["b2.0"]]
-    assert queue.loads == [3, 2]
+    assert queue.loads == [2, 1] and queue.num_unsent == 0
+
+
+def test_a_call_that_waits_for_the_one_before_can_be_removed_in_part():
+    queue = RequestQueue("fixed", num_replicas=2, num_slots=4)
+    queue.add(requests_of("a", num_prompts=1, n=1), n=1)
+    queue.add(requests_of("b", num_prompts=2, n=2), n=2)
+    queue.add(requests_of("c", num_prompts=1, n=1), n=1)
+    assert queue.remove(["b0.0", "b0.1", "b1.1", "c0.0"]) == []
+    queue.take()
+    queue.ended("a0.0")
+    assert names(queue.take()) == [[], ["b1.0"]] and len(queue) == 1
+
+
+def test_samples_of_a_prompt_stay_together_where_there_is_room():
+    queue = RequestQueue("least_loaded", num_replicas=3, num_slots=4)
+    with_uids = [replace(each, uid=each.name[1]) for each in requests_of("a", num_prompts=3, n=3)]
+    queue.add(with_uids, n=3)
+    assert names(queue.take()) == [[f"a{prompt}.{sample}" for sample in range(3)] for prompt in range(3)]
+    queue.add([replace(each, uid="9") for each in requests_of("b", num_prompts=1, n=2)], n=2)
+    assert names(queue.take()) == [["b0.0"], ["b0.1"], []], "the first has one place left"
+
+
+def test_one_replica_takes_more_than_it_has_places_for():
+    queue = RequestQueue("least_loaded", num_replicas=1, num_slots=2)
+    queue.add(requests_of("a", num_prompts=5, n=1), n=1)
+    assert names(queue.take()) == [[f"a{prompt}.0" for prompt in range(5)]]
 
 
 def test_fewer_prompts_than_replicas_leave_the_last_ones_without_work():
@@ -101,7 +132,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, ma
 
 
 @settings(deadline=None)
-@given(CALLS, st.integers(1, 5), st.integers(1, 4), st.integers(0, 1000))
+@given(CALLS, st.integers(2, 5), st.integers(1, 4), st.integers(0, 1000))
 def test_every_request_is_taken_once_in_the_order_of_arrival_and_no_replica_has_more_than_its_slots(
     calls, num_replicas, num_slots, seed
 ):
@@ -142,3 +173,4 @@ def test_equal_shares_take_every_request_once_and_differ_by_a_prompt_at_most(cal
         num_of_share = [len(share) // n for share in taken]
         assert num_of_share == sorted(num_of_share, reverse=True) and max(num_of_share) - min(num_of_share) <= 1
         assert all(set(Counter(name.split(".")[0] for name in share).values()) <= {n} for share in taken)
+        queue.remove([request.name for request in requests])

@@ -15,6 +15,7 @@ from verl_like.single_controller.dispatch import (  # here as well, as in verl
 )
 
 _SPEC_ATTRIBUTE = "_verl_like_method_spec"
+_FUNCTION_ATTRIBUTE = "_verl_like_registered"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -109,6 +110,7 @@ def register(
             is_recorded=is_recorded,
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
+        setattr(method, _FUNCTION_ATTRIBUTE, method)  # functools.wraps copies attributes to another function
         return method
 
     return decorate
@@ -126,7 +128,7 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
 
 def is_registered(method: Callable[..., Any]) -> bool:
     """Whether this very function was registered; an override without `@register` of its own was not."""
-    return hasattr(method, _SPEC_ATTRIBUTE)
+    return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
 
 
 def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:

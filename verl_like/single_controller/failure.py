@@ -28,7 +28,11 @@ class WorkerError(RuntimeError):
         """The same failure, named after the method that the failed one was a part of."""
         make, arguments = self.__reduce__()
         place, (_, *rest) = arguments[:4], arguments[4:]
-        return make(*place, method, *rest)
+        renamed = make(*place, method, *rest)
+        renamed.__cause__ = self.__cause__
+        for note in getattr(self, "__notes__", ()):
+            renamed.add_note(note)
+        return renamed
 
     def reason(self) -> str:
         return f" for want of {self.shortage.memory} memory" if self.shortage else ""

@@ -63,6 +63,8 @@ class WorkerGroup(abc.ABC):
 
     deadline_s: float = math.inf
     """How long a call may take, in seconds."""
+    runs_at_once: bool = False
+    """A call runs in the thread that submits it, and others wait meanwhile."""
 
     def __init__(self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None) -> None:
         self.role, self.world_size, self.pool, self.on_call = role, world_size, pool, on_call
@@ -101,6 +103,13 @@ class WorkerGroup(abc.ABC):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Stop the ranks; the group is of no use afterwards."""
+
+    def look_for_stopped(self, method: str) -> None:
+        """Raises WorkerStopped if a process of the driver's groups is found stopped, such as by SIGSTOP.
+
+        For a caller that waits for `method` without a call of its own, every `LOOK_S` seconds.
+        """
+        return  # a backend without processes has nothing to look for
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a registered method by its name on every rank, whatever its dispatch mode: arguments as in
@@ -171,12 +180,17 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call and return its future."""
-        group, spec = self.group, self.spec
         self._signature.bind(None, *args, **kwargs)
-        order = self._check((*args, *kwargs.values()))
         is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in (*args, *kwargs.values()))
         if self.call_fn is not None and is_plain:
-            return self.call_fn(group, *args, **kwargs)
+            self._check((*args, *kwargs.values()))
+            return self.call_fn(self, *args, **kwargs)
+        return self.send(*args, **kwargs)
+
+    def send(self, *args: Any, **kwargs: Any) -> Future:
+        """Submit the call to the ranks, and return its future."""
+        group, spec = self.group, self.spec
+        order = self._check((*args, *kwargs.values()))
         args, kwargs = tuple(self._selected(v) for v in args), {k: self._selected(v) for k, v in kwargs.items()}
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
         calls = [

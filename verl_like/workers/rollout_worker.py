@@ -7,6 +7,7 @@ from typing import Any
 from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.dispatch import DispatchMode
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -14,11 +15,15 @@ from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.batch import RequestRules, assemble, greedy_requests, names_of_real
 from verl_like.workers.rollout.engine_thread import EngineThread
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest, PackedCompletions
-from verl_like.workers.rollout.router import call_by_requests
+from verl_like.workers.rollout.router import after_requests, call_by_requests
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
 PROMPT_COLUMNS = ["prompts", "uid"]
+AFTER_REQUESTS = DispatchMode(
+    "AFTER_REQUESTS", Dispatch.ONE_TO_ALL.dispatch_fn, Dispatch.ONE_TO_ALL.collect_fn, call_fn=after_requests
+)
+"""ONE_TO_ALL, after the requests of earlier calls have reached the engines."""
 
 
 _REPLACED = {
@@ -59,7 +64,11 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.rollout = self.engine_thread.engine
         self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        if "engine_thread" in vars(self):  # else there is no model yet
+            self.engine_thread.close()
+
+    @register(dispatch_mode=AFTER_REQUESTS)
     def load_weights(
         self,
         exported: list[WeightExport],
@@ -71,8 +80,8 @@ class RolloutWorker(ActorRolloutRefWorker):
         """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`.
 
         `checks_first`: see `RolloutEngine.load_weights`. `address` is where the actor's rank 0 waits for this group, if
-        not where its export says. With `drain` responses that are unfinished end before, and without it they go on
-        with the new weights.
+        not where its export says. With `drain` the responses of all calls that were made before are drawn with the
+        weights that are there, and without it those that are unfinished go on with the new ones.
         """
         if address:
             exported = [replace(export, address=None if export.rank else address) for export in exported]
@@ -117,10 +126,13 @@ class RolloutWorker(ActorRolloutRefWorker):
     def collect_completions(self, wait_s: float) -> PackedCompletions:
         """The responses that have ended since the call before; see `EngineThread.collect`.
 
-        None on ranks that are not collected.
+        There are none on ranks that are not collected.
         """
-        ended = self.engine_thread.collect(wait_s if self.rollout.is_collect else 0.0)
-        return PackedCompletions.of(ended if self.rollout.is_collect else {})
+        if not self.rollout.is_collect:
+            self.engine_thread.collect(0.0)
+            return PackedCompletions.of({}, 0)
+        ended = self.engine_thread.collect(wait_s)
+        return PackedCompletions.of(ended, self.engine_thread.num_left())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def abort_requests(self, names: Sequence[str]) -> None:
@@ -147,7 +159,7 @@ class RolloutWorker(ActorRolloutRefWorker):
         batch = assemble(prompts, [completions[request.name] for request in requests])
         return batch if self.rollout.is_collect else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=AFTER_REQUESTS)
     def sleep(self) -> None:
         """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights` wakes the engine."""
         self.engine_thread.sleep()

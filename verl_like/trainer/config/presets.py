@@ -45,7 +45,7 @@ def float_of_device(device: str) -> str:
 
 
 def default_routing(device: str, max_staleness: int, *, _root_: Mapping[str, Any]) -> str:
-    """`rollout.routing`: fixed where runs are repeated bit for bit. `_root_` is the whole configuration."""
+    """`rollout.routing`: fixed on a CPU, unless makers may be ahead. `_root_` is the whole configuration."""
     is_ahead = "detached" in _root_ and max_staleness != 0
     return "fixed" if device == "cpu" and not is_ahead else "least_loaded"
 

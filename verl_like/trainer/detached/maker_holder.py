@@ -92,9 +92,12 @@ class InFlight:
     """They were begun again."""
 
     def age(self, ages: Mapping[str, int]) -> float:
-        """Steps of the engine since they were begun, infinite for a group that is not to be begun again."""
-        of_requests = [ages.get(name, math.inf) for name in self.responses.call.requests]
-        return math.inf if self.is_renewed else max(of_requests)
+        """Steps of the engine since the first of them was begun, infinite for a group that is not to be begun again.
+
+        `ages` has those of unfinished responses.
+        """
+        of_responses = [ages[name] for name in self.responses.call.requests if name in ages]
+        return math.inf if self.is_renewed else max(of_responses, default=math.inf)
 
 
 @dataclass

@@ -173,8 +173,8 @@ class RolloutEngine(ABC):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step would compute anything."""
-        return bool(self._in_flight) and not self._is_paused
+        """Whether requests are in flight and may be computed: the engine is not paused and has verified weights."""
+        return bool(self._in_flight) and not self._is_paused and self.policy_version is not None
 
     def agreed(self, number: int) -> int:
         """The number that the first rank of the replica gives, for which the others wait. All of them call it."""

@@ -1,7 +1,9 @@
 """A rollout engine on a thread of its own: it takes requests and weights between two steps and computes meanwhile."""
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
@@ -16,8 +18,10 @@ from verl_like.workers.weight_sync import WeightExport
 
 T = TypeVar("T")
 
-_IDLE_S = 60.0
-"""How long a replica's first rank lets the others wait without a word. Their own limit is half an hour."""
+_IDLE_S = 2.0
+"""How long the thread waits for something to do, before it looks whether anybody can still ask. The other ranks of a
+replica wait for the first one, half an hour at most."""
+_CLOSING_S = 5.0
 _LONGEST_WAIT_S = 1.0
 """After which `stream` asks again for what has ended."""
 _COMMAND_S = 1800.0
@@ -40,10 +44,11 @@ class EngineThread:
     """Makes an engine on a thread of its own and steps it there; every method may be called on any other thread.
 
     What is asked of the engine is done between two steps, in the order in which it was asked. The ranks of a replica
-    are asked the same in the same order, and do it between the same two steps: the first one says how much of it comes
-    before the next step.
+    are asked the same in the same order, each by one thread, and do it between the same two steps: the first one says
+    how much of it comes before the next step.
 
-    If a step raises, so does whatever waits for the engine, and every later call.
+    If a step raises, so does whatever waits for the engine, and every later call. While the last weights did not arrive
+    no step is computed. `close` ends the thread; one whose EngineThread is not used any more ends by itself.
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
@@ -54,11 +59,14 @@ class EngineThread:
         self._ended: dict[str, Completion] = {}
         """Responses that nobody has collected."""
         self._failure: Exception | None = None
-        made: Future[RolloutEngine] = Future()
-        arguments = make, made, torch.get_num_threads()
-        threading.Thread(target=self._run, args=arguments, name="rollout engine", daemon=True).start()
-        self.engine = made.result()
+        self._has_ended = threading.Event()
+        self.engine: RolloutEngine
         """To be asked for what does not change."""
+        made: Future[None] = Future()
+        arguments = weakref.ref(self), [make], made, self._has_ended, torch.get_num_threads()
+        threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True).start()
+        made.result()
+        atexit.register(_close, weakref.ref(self))  # a thread in torch's code would abort the end of the process
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Takes requests in; raises what `RolloutEngine.submit` raises."""
@@ -126,6 +134,11 @@ class EngineThread:
                 raise self._failure
             return dict(self._ages)
 
+    def num_left(self) -> int:
+        """The requests that are unfinished, and those that have ended and were not collected."""
+        with self._changed:
+            return len(self._ages) + len(self._ended)
+
     def load_weights(
         self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True, drain: bool = True
     ) -> str:
@@ -155,37 +168,28 @@ class EngineThread:
             self._changed.notify_all()
         return command.answer.result()
 
-    def _run(self, make: Callable[[], RolloutEngine], made: Future, num_threads: int) -> None:
-        """The thread. Neither the limit of CPU threads nor no_grad comes from the thread that started it."""
-        torch.set_num_threads(num_threads)
-        with torch.no_grad():
-            try:
-                engine = make()
-            except Exception as error:
-                made.set_exception(error)
-                return
-            made.set_result(engine)
-            try:
-                self._serve(engine)
-            except Exception as error:
-                self._fail(error)
+    def close(self) -> None:
+        """Ends the thread after the step that it computes, whatever is unfinished; what waits for the engine raises."""
+        self._fail(RuntimeError("The rollout engine was closed."))
+        self._has_ended.wait(timeout=_CLOSING_S)
 
-    def _serve(self, engine: RolloutEngine) -> None:
-        while True:
-            number = self._num_ready(engine) if engine.is_collect else 0
-            for command in self._take(engine.agreed(number)):
-                try:
-                    command.answer.set_result(command.run())
-                except Exception as error:
-                    command.answer.set_exception(error)
-            if engine.is_busy:
-                self._keep(engine.step())
+    def _serve(self) -> None:
+        """Does what was asked, and a step if requests are unfinished. Waits a while where there is neither."""
+        engine = self.engine
+        number = self._num_ready(engine) if engine.is_collect else 0
+        for command in self._take(engine.agreed(number)):
+            try:
+                command.answer.set_result(command.run())
+            except Exception as error:
+                command.answer.set_exception(error)
+        if engine.is_busy:
+            self._keep(engine.step())
 
     def _num_ready(self, engine: RolloutEngine) -> int:
         """The commands to run before the next step. Waits for one where there is nothing to compute."""
         with self._changed:
             if not engine.is_busy:
-                self._changed.wait_for(lambda: self._commands, timeout=_IDLE_S)
+                self._changed.wait_for(lambda: self._commands or self._failure, timeout=_IDLE_S)
                 if self._commands and self._commands[0].drains:
                     return 1
             until_drained = [number for number, command in enumerate(self._commands) if command.drains]
@@ -212,8 +216,52 @@ class EngineThread:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._failure = error
+            self._failure = self._failure or error
             for command in self._commands:
                 command.answer.set_exception(error)
             self._commands.clear()
             self._changed.notify_all()
+
+
+def _run(
+    owner: "weakref.ref[EngineThread]",
+    makers: list[Callable[[], RolloutEngine]],
+    made: Future,
+    has_ended: threading.Event,
+    num_threads: int,
+) -> None:
+    """The thread. It keeps the EngineThread alive only while it does something, and forgets what makes the engine.
+
+    Neither the limit of CPU threads nor no_grad comes from the thread that started it.
+    """
+    torch.set_num_threads(num_threads)
+    with torch.no_grad():
+        try:
+            thread = owner()
+            assert thread is not None
+            thread.engine = makers.pop()()
+            made.set_result(None)
+        except BaseException as error:  # a SystemExit would leave the one who waits waiting
+            made.set_exception(_as_exception(error))
+            return
+        while thread is not None and thread._failure is None:
+            try:
+                thread._serve()
+            except BaseException as error:
+                thread._fail(_as_exception(error))
+            del thread
+            thread = owner()
+        has_ended.set()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    ended = RuntimeError(f"The rollout engine's thread was ended by {error!r}.")
+    ended.__cause__ = error
+    return ended
+
+
+def _close(owner: "weakref.ref[EngineThread]") -> None:
+    if (thread := owner()) is not None:
+        thread.close()

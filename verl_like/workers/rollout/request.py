@@ -69,9 +69,11 @@ class PackedCompletions:
     """(N,) int64, where each one ends in these."""
     versions: list[tuple[VersionSpan, ...]]
     num_cached_tokens: list[int]
+    num_left: int
+    """Requests that the rollout process still has."""
 
     @classmethod
-    def of(cls, completions: Mapping[str, Completion]) -> "PackedCompletions":
+    def of(cls, completions: Mapping[str, Completion], num_left: int) -> "PackedCompletions":
         each = list(completions.values())
         ends = np.cumsum([len(one.token_ids) for one in each], dtype=np.int64)
         num_tokens = int(ends[-1]) if each else 0
@@ -84,6 +86,7 @@ class PackedCompletions:
             ends=ends,
             versions=[one.versions for one in each],
             num_cached_tokens=[one.num_cached_tokens for one in each],
+            num_left=num_left,
         )
 
     def unpacked(self) -> dict[str, Completion]:
