@@ -17,8 +17,8 @@ Padded they are where code is easier to write so, and in verl's layout: prompts 
 `data.max_prompt_length`, responses on the right to R = `rollout.response_length`, which is `data.max_response_length`
 unless it is set. The meta entry `padding` has both, so that R is the same for every batch, rank and micro-batch.
 
-* Estimators, policy losses, corrections and the phases of `ExperienceMaker` after scoring (`compute_rewards`,
-  `correct_rollout`, `compute_advantages`) get (B, R). A column is padded when it is first read.
+* Estimators, policy losses, corrections and the phases of `ExperienceMaker` after scoring (`reward`, `correct`,
+  `estimate`) get (B, R). A column is padded when it is first read.
 * A worker's method that is registered without `jagged=True` gets padded columns, among them `input_ids`,
   `attention_mask` and `position_ids` if it reads them, and the columns (B, R) that it returns lose their padding. Code
   that was written for verl runs so.

@@ -50,7 +50,7 @@ class LocalTrainer(RayPPOTrainer):
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         return {
-            role: LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.timeline.record)
+            role: LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.record)
             for role, worker_class in self.role_worker_mapping.items()
         }
 

@@ -73,10 +73,10 @@ class EngineOfPlugin(HfEngine):
 
 
 class HalvingMaker(ExperienceMaker):
-    def compute_advantages(self, batch):
-        super().compute_advantages(batch)
-        for name in ("advantages", "returns"):
-            batch.batch[name] = batch.batch[name] / 2
+    def estimate(self, corrected):
+        estimated = super().estimate(corrected)
+        columns = estimated.batch.batch
+        return estimated.with_columns({name: columns[name] / 2 for name in ("advantages", "returns")})
 
 
 @register_trainer

@@ -16,7 +16,7 @@ from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.experience_maker import Experience, Generated, Weights
+from verl_like.trainer.experience_maker import Experience, Generated, Scored, Weights
 from verl_like.trainer.learner import Learner, Update
 from verl_like.trainer.ppo_inputs import load_ptx_dataset
 
@@ -204,14 +204,14 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
             output = generate_sequences(worker.rollout, fixed)
             return output.batch["rollout_log_probs"], worker.rollout._fingerprints()
 
-        compute_advantages, says, moved = trainer.maker.compute_advantages, [], []
+        estimate, says, moved = trainer.maker.estimate, [], []
 
-        def compute_advantages_that_overflow_in_step_3(batch: DataProto) -> None:
-            compute_advantages(batch)
-            if trainer.global_step == 3:
-                batch.batch["advantages"] = batch.batch["advantages"] * torch.inf
+        def estimate_that_overflows_in_step_3(corrected: Scored) -> Scored:
+            estimated = estimate(corrected)
+            factor = torch.inf if trainer.global_step == 3 else 1.0
+            return estimated.with_columns({"advantages": estimated.batch.batch["advantages"] * factor})
 
-        trainer.maker.compute_advantages = compute_advantages_that_overflow_in_step_3
+        trainer.maker.estimate = estimate_that_overflows_in_step_3
         log_probs, loaded = seen()
         for step in (1, 2, 3, 4):
             trainer.global_step = step

@@ -40,7 +40,7 @@ def test_the_next_responses_are_drawn_with_the_weights_that_a_step_starts_from(t
             epoch, rows = trainer.sampler.batch(step - 1)
             prompts = trainer.train_dataset.collate([trainer.train_dataset[row] for row in rows], epoch)
             prompts.meta_info["global_steps"] = step
-            drawn_first.append(trainer.maker.sample(prompts, None)[0])
+            drawn_first.append(trainer.maker.sample(prompts, None).batch)
         trained: list[DataProto] = []
         learn = trainer.learner.learn
 

@@ -142,5 +142,5 @@ def test_responses_that_are_ahead_go_on_with_all_that_is_known_of_them(tmp_path:
     settings = [*GRPO, "trainer.max_staleness=1", *APART, "algorithm.rollout_correction.bypass_mode=true"]
     run_until(2, tmp_path, tiny_llama, *settings)
     with local_trainer(tmp_path, tiny_llama, *settings, steps=5) as trainer:
-        batch, _, metrics = trainer.generated
+        batch, metrics = trainer.generated.batch, trainer.generated.metrics
         assert batch.meta_info == {"epoch": 1, "global_steps": 3, "padding": (8, 4, 0)} and metrics

@@ -32,13 +32,14 @@ from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
 
 
 class RecordingMaker(ExperienceMaker):
-    def compute_advantages(self, batch):
-        super().compute_advantages(batch)
+    def estimate(self, corrected):
+        batch = corrected.batch
         step = batch.meta_info["global_steps"]
         file = Path(self.config.trainer.default_local_dir).with_name(f"tokens_{step}.json")
         file.write_text(json.dumps(batch.batch["responses"].tolist()))
         if step == int(os.environ["LAST_STEP"]):
             os.kill(os.getpid(), signal.SIGTERM)
+        return super().estimate(corrected)
 
 
 @register_trainer

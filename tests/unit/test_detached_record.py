@@ -8,12 +8,14 @@ import pytest
 
 from verl_like.protocol import Metric
 from verl_like.protocol.files import file_digest
+from verl_like.single_controller import CallEvent
 from verl_like.trainer import checkpoint
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.ppo_display import PPO_DISPLAY
+from verl_like.trainer.recorder import Recorder
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
 
@@ -172,3 +174,32 @@ def test_what_a_side_has_to_say_is_said_once_with_its_name(
     for _ in range(2):
         record.add(side.name, side.report())
     assert capsys.readouterr().out.count("trainer_1: the checkpoint lacks the buffers of an earlier version") == 1
+
+
+def test_the_record_of_a_run_and_that_of_a_side_take_down_the_same(
+    start: Callable[[], DetachedRecord], capsys: pytest.CaptureFixture
+):
+    """What a side was told arrives at the run as if the run had been told."""
+    record, side = start(), SideRecorder("trainer_0", node="")
+    call = CallEvent("trainer_pool", "actor", "update_actor", 0, 1.0, 1.5)
+    rows = [{"pool": "trainer_pool", "roles": "actor"}]
+
+    def tell(recorder: Recorder) -> None:
+        recorder.record(call)
+        recorder.say("the engine is not known")
+        recorder.show_placement(rows)
+        recorder.show_generations(0, 1, lambda row: {"prompt": f"prompt {row}"}, num_shown=1)
+        with recorder.timer("testing"):
+            pass
+
+    tell(record.recorder)
+    tell(side)
+    record.add("trainer_0", side.report())
+    assert side.placement == record.recorder.placement == rows
+    assert record.recorder.seconds.keys() == side.seconds.keys() == {"testing"}
+    first, second = (json.loads(line) for line in (record.recorder.run_dir / "timeline.jsonl").read_text().splitlines())
+    assert first == second and first["method"] == "update_actor"
+    said = capsys.readouterr().out
+    assert said.count("the engine is not known\n") == 2 and "trainer_0: the engine is not known\n" in said
+    # A side's generations stay there: the run shows the metrics alone.
+    assert said.count("prompt 0") == 1

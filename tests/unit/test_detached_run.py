@@ -79,7 +79,7 @@ def run_of(num_makers: int, said: list[str]) -> DetachedRun:
     run.loops, run.reports = {}, {name: SideRecorder(name, node="10.0.0.9", pid=77) for name in names}
     run.restarts_left, run.starts = Counter(dict.fromkeys(config.maker_names, 2)), Counter()
     run.record = SimpleNamespace(validated=4, validations={7: {}, 5: {}})
-    run.recorder = SimpleNamespace(console=SimpleNamespace(say=said.append))
+    run.recorder = SimpleNamespace(say=said.append)
     return run
 
 

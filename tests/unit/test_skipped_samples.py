@@ -1,5 +1,6 @@
 """Samples that were skipped, and tokens that do not count: what each rule of the maker makes of them, by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Scored
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2"]
 
@@ -33,7 +34,7 @@ def maker_of(*overrides: str, **parts: Any) -> ExperienceMaker:
     )
 
 
-def scored_batch(**further: torch.Tensor) -> DataProto:
+def responses(**further: torch.Tensor) -> Scored:
     """The four responses after a prompt of two tokens; each scores its number, from 1 on its last token that counts."""
     scores = torch.zeros(4, 4)
     for row, last in enumerate([1, 3, 3, 2]):
@@ -45,60 +46,64 @@ def scored_batch(**further: torch.Tensor) -> DataProto:
         "is_skipped": SKIPPED,
     }
     uids = np.array(["a", "a", "b", "b"], dtype=object)
-    return DataProto.from_dict(columns | further, {"uid": uids}, meta_info={"global_steps": 3})
+    return scored(DataProto.from_dict(columns | further, {"uid": uids}, meta_info={"global_steps": 3}))
+
+
+def scored(batch: DataProto) -> Scored:
+    return Scored(batch, rows=batch, work=None, metrics={})
 
 
 def test_a_skipped_sample_leaves_the_mask_and_the_sum_of_scores_stays():
-    batch = scored_batch()
-    assert maker_of().compute_rewards(batch) == {}
-    assert batch.batch["response_mask"].tolist() == (COUNTS * ~SKIPPED.unsqueeze(-1)).tolist()
-    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2, 3, 4]
-    assert torch.equal(batch.batch["token_level_rewards"], batch.batch["token_level_scores"])
+    rewarded = maker_of().reward(responses())
+    columns = rewarded.batch.batch
+    assert rewarded.metrics == {}
+    assert columns["response_mask"].tolist() == (COUNTS * ~SKIPPED.unsqueeze(-1)).tolist()
+    assert columns["token_level_scores"].sum(-1).tolist() == [1, 2, 3, 4]
+    assert torch.equal(columns["token_level_rewards"], columns["token_level_scores"])
 
 
 def test_the_overlong_penalty_counts_all_tokens_of_a_response_and_not_only_those_that_are_trained():
     # Of at most 4 tokens, from 2 on: 0 at 2 tokens, 0.75 at 3 and 1.5 at 4, whatever part of them a tool wrote.
     settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"]
     settings += ["reward.overlong_buffer.penalty_factor=1.5", "data.max_response_length=4"]
-    batch = scored_batch()
-    metrics = metric_values(maker_of(*settings).compute_rewards(batch))
+    rewarded = maker_of(*settings).reward(responses())
     # The third is skipped: it has no token on which a penalty could stand.
-    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2 - 1.5, 3, 4 - 0.75]
-    assert batch.batch["token_level_scores"][1].tolist() == [0, 0, 0, 0.5]
-    assert metrics == {"reward/overlong_penalty": -(0 + 1.5 + 0.75) / 3}
+    assert rewarded.batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2 - 1.5, 3, 4 - 0.75]
+    assert rewarded.batch.batch["token_level_scores"][1].tolist() == [0, 0, 0, 0.5]
+    assert metric_values(rewarded.metrics) == {"reward/overlong_penalty": -(0 + 1.5 + 0.75) / 3}
 
 
 def test_the_overlong_penalty_of_a_batch_of_which_all_was_skipped_is_none():
     settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2", "data.max_response_length=4"]
-    batch = scored_batch(is_skipped=torch.ones(4, dtype=torch.bool))
-    metrics = maker_of(*settings).compute_rewards(batch)
-    assert metrics["reward/overlong_penalty"].weight == 0 and not batch.batch["response_mask"].any()
+    rewarded = maker_of(*settings).reward(responses(is_skipped=torch.ones(4, dtype=torch.bool)))
+    assert rewarded.metrics["reward/overlong_penalty"].weight == 0 and not rewarded.batch.batch["response_mask"].any()
 
 
 def test_the_adaptive_coefficient_counts_the_samples_that_were_scored():
     # With d = 2, 1, (9), 4 at each token, the KL is (2 + 1 + 4) / 3; that of the skipped sample does not count. The
     # target of 1 is exceeded by more than 20%: the coefficient grows by 0.2 * 3 / 10000.
     shift = torch.tensor([[2.0], [1.0], [9.0], [4.0]]).expand(4, 4)
-    batch = scored_batch(old_log_probs=shift.clone(), ref_log_prob=torch.zeros(4, 4))
+    before = responses(old_log_probs=shift.clone(), ref_log_prob=torch.zeros(4, 4))
     settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
     maker = maker_of(*settings, "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.target_kl=1.0")
-    metrics = maker.compute_rewards(batch)
+    rewarded = maker.reward(before)
+    metrics, columns = rewarded.metrics, rewarded.batch.batch
     assert metrics["actor/reward_kl_penalty"] == Metric.mean(metrics["actor/reward_kl_penalty"].value, weight=3)
     assert metrics["actor/reward_kl_penalty"].value == pytest.approx(7 / 3)
     assert metrics["actor/reward_kl_penalty_coeff"] == Metric.mean(0.5, weight=3)
     assert maker.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * 3 / 10_000), rel=1e-12)
     # The penalty is on the tokens that count, and nothing of the skipped sample is left.
-    expected = (batch.batch["token_level_scores"] - 0.5 * shift) * COUNTS * ~SKIPPED.unsqueeze(-1)
-    torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
+    expected = (columns["token_level_scores"] - 0.5 * shift) * COUNTS * ~SKIPPED.unsqueeze(-1)
+    torch.testing.assert_close(columns["token_level_rewards"], expected)
 
 
 def test_the_adaptive_coefficient_stays_where_every_sample_was_skipped():
-    batch = scored_batch(old_log_probs=torch.ones(4, 4), ref_log_prob=torch.zeros(4, 4))
-    batch.batch["is_skipped"] = torch.ones(4, dtype=torch.bool)
+    columns = {"old_log_probs": torch.ones(4, 4), "ref_log_prob": torch.zeros(4, 4)}
+    skipped = responses(**columns, is_skipped=torch.ones(4, dtype=torch.bool))
     maker = maker_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
     before = maker.kl_controller.value
-    maker.compute_rewards(batch)
-    assert maker.kl_controller.value == before and not batch.batch["token_level_rewards"].any()
+    rewarded = maker.reward(skipped)
+    assert maker.kl_controller.value == before and not rewarded.batch.batch["token_level_rewards"].any()
 
 
 class AnswersGreedily(ExperienceMaker):
@@ -114,25 +119,23 @@ class AnswersGreedily(ExperienceMaker):
         rows = [[0.0, 5.0], [0.0, 7.0]] if is_greedy else [[0.0, 1.0]] * 4
         scores = jagged_from_lists(rows, torch.float32)
         skipped = torch.tensor([False, True]) if is_greedy else torch.zeros(4, dtype=torch.bool)
-        scored = DataProto.from_dict({"rule_scores": scores, "is_skipped": skipped}, meta_info={"metrics": {}})
-        return batch, SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: scored)), {}
+        of_rules = DataProto.from_dict({"rule_scores": scores, "is_skipped": skipped}, meta_info={"metrics": {}})
+        return Generated(batch, SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: of_rules)), {})
 
 
 def test_remax_takes_nothing_from_a_greedy_answer_that_was_skipped():
     maker = maker_of("algorithm.adv_estimator=remax")
     maker = AnswersGreedily(**vars(maker))
     prompts = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b"], dtype=object)})
-    batch, scores, _ = maker.generate_with_baselines(prompts)
+    generated = maker.generate_with_baselines(prompts)
     assert "greedy" not in prompts.meta_info
     torch.testing.assert_close(
-        batch.batch["reward_baselines"], torch.tensor([5.0, 5.0, torch.nan, torch.nan]), equal_nan=True
+        generated.batch.batch["reward_baselines"], torch.tensor([5.0, 5.0, torch.nan, torch.nan]), equal_nan=True
     )
-    batch, _ = maker.collect(batch, [scores.complete(batch)])
-    batch = padded(batch)
-    maker.compute_rewards(batch)
-    maker.compute_advantages(batch)
-    assert batch.batch["advantages"].tolist() == [[-4, -4, 0], [-4, -4, 0], [0, 0, 0], [0, 0, 0]]
-    assert batch.batch["returns"].tolist() == [[1, 1, 0]] * 4
+    rewarded = maker.reward(scored(padded(maker.with_scores(generated).batch)))
+    columns = maker.estimate(rewarded).batch.batch
+    assert columns["advantages"].tolist() == [[-4, -4, 0], [-4, -4, 0], [0, 0, 0], [0, 0, 0]]
+    assert columns["returns"].tolist() == [[1, 1, 0]] * 4
 
 
 def test_a_sample_that_is_skipped_counts_nothing_in_a_validation():
@@ -143,16 +146,15 @@ def test_a_sample_that_is_skipped_counts_nothing_in_a_validation():
 
 
 def test_what_a_correction_removes_leaves_the_loss_and_stays_among_what_was_sampled():
-    batch, kept = scored_batch(), COUNTS * torch.tensor([1, 0, 1, 1])
-    batch.batch["response_mask"] = COUNTS * ~SKIPPED.unsqueeze(-1)
+    kept = COUNTS * torch.tensor([1, 0, 1, 1])
+    corrected = replace(responses(response_mask=COUNTS * ~SKIPPED.unsqueeze(-1)), kept_BR=kept)
     correction = "algorithm.rollout_correction.rollout_rs"
     maker = maker_of(f"{correction}=token_k1", f"{correction}_threshold=0.5_2.0")
-    maker.narrow(batch, kept)
-    assert torch.equal(batch.batch["response_mask"], kept)
-    assert torch.equal(batch.batch["sampled_mask"], COUNTS * ~SKIPPED.unsqueeze(-1))
-    plain = scored_batch()
-    maker_of().narrow(plain, plain.batch["response_mask"])
-    assert torch.equal(plain.batch["response_mask"], COUNTS) and "sampled_mask" not in plain.batch
+    chosen = maker.choose_tokens(corrected).batch.batch
+    assert torch.equal(chosen["response_mask"], kept)
+    assert torch.equal(chosen["sampled_mask"], COUNTS * ~SKIPPED.unsqueeze(-1))
+    plain = maker_of().choose_tokens(responses()).batch.batch
+    assert torch.equal(plain["response_mask"], COUNTS) and "sampled_mask" not in plain
 
 
 def drawn_tokens(step: int) -> torch.Tensor:
@@ -162,8 +164,7 @@ def drawn_tokens(step: int) -> torch.Tensor:
     signs = torch.tensor([1.0, -1.0]).repeat(100).view(1, 200)
     columns = {"old_log_probs": signs, "advantages": signs, "response_mask": torch.ones(1, 200)}
     batch = DataProto.from_dict(columns, meta_info={"global_steps": step})
-    maker_of(*settings).narrow(batch, columns["response_mask"])
-    return batch.batch["selected_tokens"]
+    return maker_of(*settings).choose_tokens(scored(batch)).batch.batch["selected_tokens"]
 
 
 def test_clip_cov_draws_other_tokens_in_every_step_and_the_same_ones_again():

@@ -11,7 +11,7 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded, view_of_samples
 from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.trainer.config import ConfigError, load_ppo_config
-from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Scored
 from verl_like.trainer.scoring import groups_differ, scores_by_reward
 
 NAN = float("nan")
@@ -67,7 +67,7 @@ class ScriptedMaker(ExperienceMaker):
         scores.meta_info["metrics"] = {"reward/num_skipped": Metric.sum(len(uids))}
         pending = SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: scores))
         batch.batch = batch.batch.exclude("rule_scores", "is_skipped")
-        return batch, pending, {"rollout/other": Metric.sum(1)}
+        return Generated(batch, pending, {"rollout/other": Metric.sum(1)})
 
 
 class TurnsMaker(ScriptedMaker):
@@ -104,9 +104,9 @@ def sampled(kind, max_num_gen_batches, *batches):
     more = iter([prompts_of(*uids) for uids in batches[1:]])
     options = {"filter_groups.enable": True, "filter_groups.max_num_gen_batches": max_num_gen_batches}
     first = prompts_of(*batches[0], global_steps=7)
-    batch, scores, metrics = maker("grpo", kind, **options).sample(first, lambda: next(more))
-    assert scores is None
-    return batch, metrics
+    generated = maker("grpo", kind, **options).sample(first, lambda: next(more))
+    assert generated.scores is None
+    return generated.batch, generated.metrics
 
 
 def names_and_counts(batch, metrics, batches):
@@ -209,11 +209,11 @@ def test_gdpo_gets_the_rewards_that_its_keys_name():
     batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])}))
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "gdpo_reward_weights": [1.0, 2.0]}
-    maker("gdpo", **options).compute_advantages(batch)
+    columns = maker("gdpo", **options).estimate(Scored(batch, batch, None, {})).batch.batch
     third = 3**0.5 / 3
     summed = np.array([-third + 2, 2 * third, -third - 2]).repeat(2).reshape(3, 2)
     expected = (summed - summed.mean()) / summed.std(ddof=1)
-    np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(columns["advantages"].numpy(), expected, rtol=1e-5)
 
 
 def test_gdpo_without_the_division_counts_rewards_by_the_weights_of_their_columns():
@@ -221,17 +221,19 @@ def test_gdpo_without_the_division_counts_rewards_by_the_weights_of_their_column
     batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])}))
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "norm_adv_by_std_in_grpo": False}
-    maker("gdpo", **options).compute_advantages(batch)
+    columns = maker("gdpo", **options).estimate(Scored(batch, batch, None, {})).batch.batch
     summed = np.array([0.0, 2, -2]).repeat(2).reshape(3, 2)
     expected = (summed - summed.mean()) / summed.std(ddof=1)
-    np.testing.assert_allclose(batch.batch["advantages"].numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(columns["advantages"].numpy(), expected, rtol=1e-5)
 
 
 def test_one_missing_number_leaves_the_advantages_of_all_samples_numbers():
     batch = padded(scored_batch("be", extra={"reward_extra/acc": np.array([2.0, 1, NAN, 5, 6, 9])}))
     batch.batch["token_level_rewards"] = torch.zeros(6, 2)
-    maker("gdpo", gdpo_reward_keys=["rule_scores", "acc"]).compute_advantages(batch)
-    advantages = batch.batch["advantages"]
+    columns = (
+        maker("gdpo", gdpo_reward_keys=["rule_scores", "acc"]).estimate(Scored(batch, batch, None, {})).batch.batch
+    )
+    advantages = columns["advantages"]
     assert advantages.isfinite().all() and (advantages != 0).all()
 
 

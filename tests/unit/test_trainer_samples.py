@@ -1,6 +1,7 @@
 """Samples of several rows, such as the turns of an agent: what the maker makes of them, by hand."""
 
 import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.experience_maker import Experience, ExperienceMaker
+from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Generated
 from verl_like.workers.planning.flops import ModelCost
 
 # Two samples of prompt a, the first of which has two rows, and two of prompt b, the second of which has two rows. A
@@ -56,7 +57,7 @@ def generated() -> DataProto:
     return DataProto.from_dict(columns, {"uid": np.array(UIDS, dtype=object)}, meta_info)
 
 
-def experience(*settings: str, batch: DataProto | None = None) -> Experience:
+def maker_of(*settings: str) -> ExperienceMaker:
     group = LocalWorkerGroup(RayClassWithInitArgs(Models))
     config = load_ppo_config(
         [
@@ -65,12 +66,15 @@ def experience(*settings: str, batch: DataProto | None = None) -> Experience:
             *settings,
         ]
     )  # fmt: skip
-    maker = ExperienceMaker(
+    return ExperienceMaker(
         config=config, groups={"rollout": group, "actor": group, "judge": group}, rule_scorer=None,
         reward_columns={"scores": 1.0}, kl_controller=FixedKLController(0.0), model_cost=ModelCost(1.0, 0.0, ()),
         timer=lambda phase: contextlib.nullcontext(),
     )  # fmt: skip
-    return maker.complete((batch or generated(), None, {}))
+
+
+def experience(*settings: str, batch: DataProto | None = None) -> Experience:
+    return maker_of(*settings).complete(Generated(batch or generated(), None, {}))
 
 
 def rows_of(made: Experience, name: str) -> list[list[float]]:
@@ -125,3 +129,46 @@ def test_a_correction_weighs_and_rejects_a_sample_as_a_whole():
     assert rows_of(made, "response_mask") == [[0, 0], [0], [1, 1], [1], [0], [0, 0, 0]]
     assert rows_of(made, "sampled_mask") == MASK
     assert metric_values(made.metrics)["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+
+
+def test_no_phase_writes_into_the_value_that_it_gets():
+    """Every phase, with a correction that takes tokens away, under a loss that picks some."""
+    correction = "algorithm.rollout_correction"
+    settings = [f"{correction}.rollout_is=sequence", f"{correction}.rollout_rs=seq_sum_k2"]
+    settings += [f"{correction}.rollout_rs_threshold=0.3", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"]
+    maker = maker_of(*settings)
+    values: list[Any] = [Generated(generated(), None, {})]
+    seen = [look(values[0].batch)]
+    for phase in (maker.score, maker.reward, maker.correct, maker.estimate, maker.choose_tokens):
+        values.append(phase(values[-1]))
+        seen.append(look(values[-1].batch))
+    assert [look(value.batch) for value in values] == seen
+    added = [seen[k + 1][0].keys() - seen[k][0].keys() for k in range(1, 5)]
+    assert added[0] == {"token_level_scores", "token_level_rewards"} and added[1] == {"rollout_is_weights"}
+    assert added[2] == {"advantages", "returns"} and added[3] == {"sampled_mask", "selected_tokens"}
+    with pytest.raises(AttributeError):
+        values[-1].metrics = {}
+
+
+def look(batch: DataProto) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns by name as lists, and the meta_info."""
+    names = sorted(batch.batch.keys())
+    return {name: [row.tolist() for row in batch.batch[name].unbind()] for name in names}, dict(batch.meta_info)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("compute_rewards", "reward"), ("correct_rollout", "correct"), ("compute_advantages", "estimate")],
+)
+def test_a_maker_whose_phase_writes_into_its_batch_is_refused_with_the_phase_that_takes_its_place(
+    before: str, now: str
+):
+    with pytest.raises(ValueError, match=rf"OldMaker has its own {before}, .*: override {now}\(scored\)"):
+        type("OldMaker", (ExperienceMaker,), {before: lambda self, batch: None})
+
+
+def test_responses_as_a_tuple_are_refused_by_the_name_of_the_class_that_takes_its_place():
+    with pytest.raises(ValueError, match=r"returned a tuple: return Generated\(batch, scores, metrics\)"):
+        maker_of().complete((generated(), None, {}))
+    with pytest.raises(ValueError, match="is no tuple, but a Generated: read its batch, scores and metrics"):
+        _, _, _ = Generated(generated(), None, {})

@@ -1,6 +1,7 @@
 """Padding: what algorithms, and code written for verl, see of rows that have none."""
 
-from collections.abc import Collection, Iterator, MutableMapping
+import copy
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,30 +88,37 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
             self.response_places = places_of_samples(self.response_offsets, self.padding.max_response_length, starts)
         made = ("attention_mask",) if self.samples else VERL_COLUMNS
         hidden = ("prompts",) if self.samples else ()
-        self.unread = {*self.columns, *made} - {*hidden}
-        """Columns that nobody has read or replaced."""
+        self.names = {*self.columns, *made} - {*hidden}
+        """Columns of the batch."""
         self.read: dict[str, torch.Tensor] = {}
+        """Those of them that somebody has read, in this view or in one with the same batch."""
         self.written: dict[str, torch.Tensor] = {}
         """Columns that were put in."""
         self.removed: set[str] = set()
 
+    def copy(self) -> "PaddedColumns":
+        """Another view of the batch, in which what is put in or removed stays out of this one."""
+        other = copy.copy(self)
+        other.written, other.removed = dict(self.written), {*self.removed}
+        return other
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.unread:
+        if name in self.written:
+            return self.written[name]
+        if name not in self:
+            raise KeyError(name)
+        if name not in self.read:
             self.read[name] = self._make(name)
-            self.unread.remove(name)
-        return self.written[name] if name in self.written else self.read[name]
+        return self.read[name]
 
     def __setitem__(self, name: str, column: torch.Tensor) -> None:
         if name in (*VERL_COLUMNS, "prompts", "responses"):
             raise ValueError(f"{name} was put into a padded view, which cannot change tokens: make another batch")
         self.written[name] = column
-        self.unread.discard(name)
 
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise KeyError(name)
-        self.unread.discard(name)
-        self.read.pop(name, None)
         self.written.pop(name, None)
         self.removed.add(name)
 
@@ -121,10 +129,12 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         return self
 
     def __contains__(self, name: object) -> bool:
-        return name in self.unread or name in self.read or name in self.written
+        return name in self.written or (name in self.names and name not in self.removed)
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**dict.fromkeys(sorted(self.unread)), **self.read, **self.written})
+        left = self.names - self.removed
+        unread = sorted(left - self.read.keys() - self.written.keys())
+        return iter(dict.fromkeys([*unread, *(name for name in self.read if name in left), *self.written]))
 
     def __len__(self) -> int:
         """The number of rows, as of a TensorDict."""
@@ -221,6 +231,17 @@ def view_of_samples(data: DataProto) -> PaddedView:
     they are read.
     """
     return PaddedView(data)
+
+
+def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto:
+    """Another view with columns beside those of `view`, or in place of them; `view` stays as it is."""
+    other, of_batch = copy.copy(view), view.batch
+    assert of_batch is not None
+    other.batch = of_batch.copy()
+    other.non_tensor_batch, other.meta_info = dict(view.non_tensor_batch), dict(view.meta_info)
+    for name, column in columns.items():
+        other.batch[name] = column
+    return other
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:

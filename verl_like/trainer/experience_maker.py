@@ -3,8 +3,8 @@
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from verl_like.algorithms.overlong_penalty import overlong_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
-from verl_like.protocol.padded import padded, strip, view_of_samples
+from verl_like.protocol.padded import padded, strip, view_of_samples, view_with
 from verl_like.protocol.samples import concat_samples, count_samples, select_samples
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -27,19 +27,57 @@ from verl_like.trainer.roles import Role
 from verl_like.trainer.scoring import PendingScores, RuleScorer
 from verl_like.workers.planning.flops import ModelCost
 
-Generated = tuple[DataProto, PendingScores | None, dict[str, Metric]]
-"""(B * n,) rows of prompts with responses; their rule scores, None where none are pending; metrics."""
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """Responses, which models have not scored yet."""
+
+    batch: DataProto
+    """(B * n,) rows of prompts with responses, the samples of a prompt next to each other."""
+    scores: PendingScores | None
+    """Of the rules, which may still be computed; None where none are pending."""
+    metrics: Mapping[str, Metric]
+    """What was measured while they were generated."""
+
+    def __iter__(self) -> NoReturn:
+        raise ValueError(
+            "what `generate` and `sample` of an ExperienceMaker return is no tuple, but a Generated: read its batch, "
+            "scores and metrics"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Responses with what models and rules say of them. Each phase makes another one, with what it adds."""
+
+    batch: DataProto
+    """A view of `rows`, with a row for each sample and padded columns (B, R): see `view_of_samples`."""
+    rows: DataProto
+    """(B * n,) rows with the columns that models and rules have computed."""
+    work: RowWork
+    """By which the rows are divided among ranks."""
+    metrics: Mapping[str, Metric]
+    """What was measured so far."""
+    kept_BR: torch.Tensor | None = None
+    """The tokens that a correction leaves of `response_mask`; None before, and where it takes none away."""
+
+    def with_columns(
+        self, columns: Mapping[str, torch.Tensor], metrics: Mapping[str, Metric] | None = None
+    ) -> "Scored":
+        """The same with columns of the view, in place of those of their names or beside them, and with metrics."""
+        merged = merge_metrics([self.metrics, metrics or {}])
+        return replace(self, batch=view_with(self.batch, columns), metrics=merged)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """A scored batch to learn from."""
+    """A batch to learn from."""
 
     batch: DataProto
     """(B * n,) responses, the n of a prompt next to each other, with `advantages` and `returns`."""
     work: RowWork
     """By which the rows are divided among ranks."""
-    metrics: dict[str, Metric]
+    metrics: Mapping[str, Metric]
     """What was measured while it was made."""
 
 
@@ -55,11 +93,23 @@ class Weights:
     """Where that actor waits for these processes."""
 
 
+EARLIER_PHASES = {
+    "compute_rewards": "reward",
+    "correct_rollout": "correct",
+    "compute_advantages": "estimate",
+    "narrow": "choose_tokens",
+}
+"""Methods that wrote into their batch, and those that take their place."""
+
+
 @dataclass(kw_only=True)
 class ExperienceMaker:
-    """Generates responses, scores them and computes advantages. A subclass changes a phase by overriding its method.
+    """Generates responses, scores them and estimates advantages. A subclass changes a phase by overriding its method.
 
-    It shares no state with the learner. Its own state is the coefficient of `kl_controller`.
+    Each phase makes a value of the one before, and leaves that as it is: `sample` a `Generated`, `score` a `Scored`,
+    `reward`, `correct` and `estimate` a `Scored` with more columns, `complete` the `Experience`.
+
+    A maker shares no state with the learner. Its own state is the coefficient of `kl_controller`.
     """
 
     config: PPOConfig
@@ -72,6 +122,17 @@ class ExperienceMaker:
     model_cost: ModelCost
     timer: Callable[[str], AbstractContextManager[None]]
     """Measures a phase of the driver."""
+
+    def __init_subclass__(cls) -> None:
+        """Raises ValueError for a subclass with a phase of earlier versions, which nothing would call."""
+        super().__init_subclass__()
+        for name, present in EARLIER_PHASES.items():
+            if hasattr(cls, name):
+                raise ValueError(
+                    f"{cls.__name__} has its own {name}, which wrote into its batch and is not called any more: "
+                    f"override {present}(scored), read scored.batch, and return scored.with_columns(...), see "
+                    "docs/extending.md"
+                )
 
     def make(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None = None) -> Experience:
         """Makes experience of (B,) prompts with the present weights; meta `global_steps` seeds the sampling.
@@ -86,7 +147,17 @@ class ExperienceMaker:
 
     def complete(self, generated: Generated) -> Experience:
         """Makes experience of what `sample` returned."""
-        batch, scores, generation_metrics = generated
+        scored = self.score(generated)
+        with self.timer("adv"):
+            rewarded = self.reward(scored)
+            corrected = self.correct(rewarded)
+            estimated = self.estimate(corrected)
+            chosen = self.choose_tokens(estimated)
+            return Experience(strip(chosen.batch, chosen.rows), chosen.work, chosen.metrics)
+
+    def score(self, generated: Generated) -> Scored:
+        """Has models compute what rewards and advantages need of the responses, and waits for the rules."""
+        batch = of_present_kind(generated).batch
         if self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
@@ -104,19 +175,9 @@ class ExperienceMaker:
             pending.append(scoring.ModelScores(role, work.submit(self.groups[role].compute_rm_score, batch)))
         # Not in balanced order, so that the samples of a prompt stay together.
         pending += [self.groups[role].annotate.remote(batch) for role in self.config.custom_roles]
-        pending += [scores.complete(batch)] if scores else []
-        batch, scoring_metrics = self.collect(batch, pending)
-
-        with self.timer("adv"):
-            view = view_of_samples(batch)
-            reward_metrics = self.compute_rewards(view)
-            kept_BR, correction_metrics = self.correct_rollout(view)
-            self.compute_advantages(view)
-            self.narrow(view, kept_BR)
-            batch = strip(view, batch)
-        return Experience(
-            batch, work, merge_metrics([generation_metrics, scoring_metrics, reward_metrics, correction_metrics])
-        )
+        pending += [generated.scores.complete(batch)] if generated.scores else []
+        batch, metrics = self.collect(batch, pending)
+        return Scored(view_of_samples(batch), batch, work, merge_metrics([generated.metrics, metrics]))
 
     def generate_and_score(
         self, prompts: DataProto, num_samples: int
@@ -125,7 +186,8 @@ class ExperienceMaker:
 
         Returns (B * num_samples,) rows with their reward columns; the reward of each, 0 where it was skipped; metrics.
         """
-        batch, scores, generation_metrics = self.generate(prompts, num_samples)
+        generated = of_present_kind(self.generate(prompts, num_samples))
+        batch, scores = generated.batch, generated.scores
         pending: list[Any] = []
         for role in self.config.reward_models_by_role:
             pending.append(scoring.ModelScores(role, self.groups[role].compute_rm_score.remote(batch)))
@@ -138,7 +200,7 @@ class ExperienceMaker:
         rewards = padded(batch, [*self.reward_columns, "is_skipped"])
         scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
         scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
-        return batch, scores_B, merge_metrics([generation_metrics, scoring_metrics])
+        return batch, scores_B, merge_metrics([generated.metrics, scoring_metrics])
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint.
@@ -164,7 +226,7 @@ class ExperienceMaker:
         more_prompts: Callable[[], DataProto] | None,
         generation: Future[DataProto] | None = None,
     ) -> Generated:
-        """The responses to train on, as `generate` returns them, or with their rule rewards after dynamic sampling.
+        """The responses to train on, with `algorithm.filter_groups` those of dynamic sampling, scored by the rules.
 
         Dynamic sampling (DAPO, arXiv:2503.14476) keeps only prompts whose responses differ in the metric. It generates
         for further prompts until there are as many of these as `prompts`, at most `max_num_gen_batches` times; what is
@@ -177,19 +239,19 @@ class ExperienceMaker:
         num_wanted, meta_info = len(prompts) * n, prompts.meta_info
         differing: list[DataProto] = []
         equal: list[DataProto] = []
-        metrics: list[dict[str, Metric]] = []
+        metrics: list[Mapping[str, Metric]] = []
         while True:
-            batch, scores, generation_metrics = self.generate_with_baselines(prompts, generation)
-            assert scores, "only rules score before the whole batch is there"
-            batch, scoring_metrics = self.collect(batch, [scores.complete(batch)])
-            differs_B = scoring.groups_differ(batch, options.metric)
-            differing.append(batch[differs_B])
-            equal.append(batch[~differs_B])
-            metrics += [generation_metrics, scoring_metrics]
+            generated = self.generate_with_baselines(prompts, generation)
+            assert generated.scores, "only rules score before the whole batch is there"
+            generated = self.with_scores(generated)
+            differs_B = scoring.groups_differ(generated.batch, options.metric)
+            differing.append(generated.batch[differs_B])
+            equal.append(generated.batch[~differs_B])
+            metrics.append(generated.metrics)
             num_differing = sum(map(count_samples, differing))
             if num_differing >= num_wanted or len(differing) == options.max_num_gen_batches:
                 break
-            prompts, generation = more_prompts(), None
+            prompts, generation = more_prompts().select(), None
             prompts.meta_info |= meta_info
         batch = select_samples(concat_samples([*differing, *equal]), 0, num_wanted)
         counts = {
@@ -198,21 +260,30 @@ class ExperienceMaker:
             "rollout/num_filler_groups": max(0, num_wanted - num_differing) // n,
             "rollout/num_surplus_groups": max(0, num_differing - num_wanted) // n,
         }
-        return batch, None, merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
+        merged = merge_metrics([*metrics, {name: Metric.sum(count) for name, count in counts.items()}])
+        return Generated(batch, None, merged)
+
+    def with_scores(self, generated: Generated) -> Generated:
+        """The same responses with the scores of the rules, for which it waits."""
+        if not of_present_kind(generated).scores:
+            return generated
+        batch, metrics = self.collect(generated.batch, [generated.scores.complete(generated.batch)])
+        return Generated(batch, None, merge_metrics([generated.metrics, metrics]))
 
     def generate_with_baselines(self, prompts: DataProto, generation: Future[DataProto] | None = None) -> Generated:
         """What `generate` returns, with the column `reward_baselines` where the estimator needs it."""
         n = self.config.actor_rollout_ref.rollout.n
         if "reward_baselines" not in self.config.estimator_needs:
-            return self.generate(prompts, n, generation)
+            return of_present_kind(self.generate(prompts, n, generation))
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
         # NaN: without a greedy reward there is no baseline.
         rewards_B = rewards_B.masked_fill(answered.batch.get("is_skipped", torch.tensor(False)), torch.nan)
-        batch, scores, metrics = self.generate(prompts, n, generation)
+        generated = of_present_kind(self.generate(prompts, n, generation))
+        batch = generated.batch.select()
         batch.batch["reward_baselines"] = rewards_B.repeat_interleave(n)
-        return batch, scores, metrics
+        return replace(generated, batch=batch)
 
     def generate(self, prompts: DataProto, num_samples: int, generation: Future[DataProto] | None = None) -> Generated:
         """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next to each other.
@@ -227,43 +298,43 @@ class ExperienceMaker:
                 scores.add(finished)
         repeated = prompts.select(batch_keys=[]).repeat(num_samples, interleave=True)
         batch, metrics = self.collect(repeated, [generation])
-        return batch, scores, metrics
+        return Generated(batch, scores, metrics)
 
     def collect(self, batch: DataProto, pending: Sequence[Any]) -> tuple[DataProto, dict[str, Metric]]:
         """Waits for results, adds their columns to the batch and merges their metrics."""
         metrics = []
         for future in pending:
             output = future.get()
-            metrics.append(output.meta_info.pop("metrics", {}))
-            batch = batch.union(output)
+            metrics.append(output.meta_info.get("metrics", {}))
+            batch = batch.union(output.select(meta_info_keys=[name for name in output.meta_info if name != "metrics"]))
         return batch, merge_metrics(metrics)
 
-    def compute_rewards(self, batch: DataProto) -> dict[str, Metric]:
+    def reward(self, scored: Scored) -> Scored:
         """Adds up the scores and subtracts the KL penalty: `token_level_scores`, `token_level_rewards` (B R).
 
         r_t = score_t - beta * KL_t, with KL_t estimated from `old_log_probs` and `ref_log_prob` (Ziegler et al. 2019,
         arXiv:1909.08593). Samples that could not be scored leave every loss: their `response_mask` becomes zero.
         """
-        columns = batch.batch
+        columns = scored.batch.batch
         mask_BR = columns["response_mask"]
         if "is_skipped" in columns:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
-        columns["response_mask"] = mask_BR
-        columns["token_level_scores"] = scoring.total_scores(batch, self.reward_columns)
-        metrics = scoring.reward_means(batch, self.reward_columns)
+        masked = view_with(scored.batch, {"response_mask": mask_BR})
+        scores_BR = scoring.total_scores(masked, self.reward_columns)
+        metrics = scoring.reward_means(masked, self.reward_columns)
         if (buffer := self.config.reward.overlong_buffer).enable:
             max_length = self.config.data.max_response_length
             lengths_B = columns["attention_mask"][:, -mask_BR.size(1) :].sum(-1)  # of all rows of a sample
             penalty_B = overlong_penalty(lengths_B, max_length, buffer.len, buffer.penalty_factor)
-            columns["token_level_scores"] = columns["token_level_scores"] + on_last_token(penalty_B, mask_BR)
+            scores_BR = scores_BR + on_last_token(penalty_B, mask_BR)
             scored_B = penalty_B[mask_BR.any(-1)]  # those that were skipped get none
             metrics["reward/overlong_penalty"] = Metric.mean(float(scored_B.mean()), weight=len(scored_B))
-        columns["token_level_rewards"] = columns["token_level_scores"]
+        made = {"response_mask": mask_BR, "token_level_scores": scores_BR, "token_level_rewards": scores_BR}
         if not self.config.algorithm.use_kl_in_reward:
-            return metrics
+            return scored.with_columns(made, metrics)
         kl_coef = self.kl_controller.value
-        columns["token_level_rewards"], current_kl = apply_kl_penalty(
-            columns["token_level_scores"],
+        made["token_level_rewards"], current_kl = apply_kl_penalty(
+            scores_BR,
             columns["old_log_probs"],
             columns["ref_log_prob"],
             mask_BR,
@@ -274,28 +345,26 @@ class ExperienceMaker:
         self.kl_controller.update(current_kl, n_steps=num_scored)
         metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
         metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
-        return metrics
+        return scored.with_columns(made, metrics)
 
-    def correct_rollout(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Compares rollout and trainer as `algorithm.rollout_correction` says: adds `rollout_is_weights` (B R).
-
-        Returns the tokens that remain of `response_mask`, and metrics.
-        """
-        columns, config = batch.batch, self.config.algorithm.rollout_correction
-        if config.bypass_mode:
-            columns["old_log_probs"] = columns["rollout_log_probs"]
+    def correct(self, rewarded: Scored) -> Scored:
+        """Compares rollout and trainer as `algorithm.rollout_correction` says: adds `rollout_is_weights` (B R), and as
+        `kept_BR` the tokens that remain of `response_mask`."""
+        columns, config = rewarded.batch.batch, self.config.algorithm.rollout_correction
+        made = {"old_log_probs": columns["rollout_log_probs"]} if config.bypass_mode else {}
         if not (config.rollout_is or config.rollout_rs):
-            return columns["response_mask"], {}
+            return rewarded.with_columns(made)
+        old_log_probs = made["old_log_probs"] if config.bypass_mode else columns["old_log_probs"]
         weights_BR, kept_BR, metrics = compute_rollout_correction_and_rejection_mask(
-            columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
+            old_log_probs, columns["rollout_log_probs"], columns["response_mask"], config
         )
-        if weights_BR is not None:
-            columns["rollout_is_weights"] = weights_BR
-        return kept_BR, {name: Metric.mean(value) for name, value in metrics.items()}
+        made |= {} if weights_BR is None else {"rollout_is_weights": weights_BR}
+        corrected = rewarded.with_columns(made, {name: Metric.mean(value) for name, value in metrics.items()})
+        return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
 
-    def compute_advantages(self, batch: DataProto) -> None:
+    def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B R) by the configured estimator."""
-        columns, algorithm = batch.batch, self.config.algorithm
+        batch, algorithm = corrected.batch, self.config.algorithm
         estimator = get_adv_estimator_fn(algorithm.adv_estimator)
         inputs: dict[str, Any] = {"index": batch.non_tensor_batch["uid"], "config": algorithm}
         if "scores_by_reward" in self.config.estimator_needs:
@@ -303,21 +372,32 @@ class ExperienceMaker:
         inputs["options"] = read_options(estimator, algorithm=algorithm)
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
         inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
-        of_batch: Any = columns  # which are padded when they are read
-        columns["advantages"], columns["returns"] = estimate_advantages(estimator, ChainMap(inputs, of_batch))
+        of_batch: Any = batch.batch  # which are padded when they are read
+        advantages_BR, returns_BR = estimate_advantages(estimator, ChainMap(inputs, of_batch))
+        return corrected.with_columns({"advantages": advantages_BR, "returns": returns_BR})
 
-    def narrow(self, batch: DataProto, kept_BR: torch.Tensor) -> None:
+    def choose_tokens(self, estimated: Scored) -> Scored:
         """Leaves only `kept_BR` in `response_mask`, which the losses read, and picks tokens for the policy loss.
 
         It follows the advantages, for which every response counts in its group and has the reward on its last token.
         `sampled_mask` keeps what was sampled.
         """
-        columns, policy = batch.batch, self.config.actor_rollout_ref
-        if self.config.algorithm.rollout_correction.rollout_rs:
-            columns["sampled_mask"], columns["response_mask"] = columns["response_mask"], kept_BR
+        columns, policy, made = estimated.batch.batch, self.config.actor_rollout_ref, {}
+        if estimated.kept_BR is not None:
+            made = {"sampled_mask": columns["response_mask"], "response_mask": estimated.kept_BR}
         loss_options = read_options(get_policy_loss_fn(policy.actor.policy_loss.loss_mode), actor_rollout_ref=policy)
         if select_tokens := getattr(loss_options, "select_tokens", None):
-            generator = torch.Generator().manual_seed(batch.meta_info["global_steps"])
-            columns["selected_tokens"] = select_tokens(
-                columns["old_log_probs"], columns["advantages"], columns["response_mask"], generator
-            )
+            generator = torch.Generator().manual_seed(estimated.batch.meta_info["global_steps"])
+            mask_BR = made.get("response_mask", columns["response_mask"])
+            made["selected_tokens"] = select_tokens(columns["old_log_probs"], columns["advantages"], mask_BR, generator)
+        return estimated.with_columns(made)
+
+
+def of_present_kind(generated: Any) -> Generated:
+    """What a maker's method returned, which may be a plugin's. Raises ValueError for the tuple of earlier versions."""
+    if not isinstance(generated, Generated):
+        raise ValueError(
+            f"a maker's `generate` or `sample` returned a {type(generated).__name__}: return Generated(batch, scores, "
+            "metrics) of verl_like.trainer.experience_maker"
+        )
+    return generated

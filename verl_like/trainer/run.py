@@ -70,7 +70,7 @@ def run(
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
         for note in [*inputs.notes, *memory, *notes]:
-            recorder.console.say(note)
+            recorder.say(note)
         return train(inputs, fit, recorder, template)
 
 
@@ -81,7 +81,7 @@ def train(
     outcome = "Failed with an unexpected error; standard error has the traceback."
     has_failed = True
     try:
-        recorder.console.say("Starting Ray and the workers ...")
+        recorder.say("Starting Ray and the workers ...")
         ray_init = inputs.config.ray_kwargs.ray_init
         start_ray(cluster_address(ray_init.address), ray_init.num_cpus, template.command if template else None)
         signal.signal(signal.SIGTERM, recorder.terminate)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.protocol.files import cut_file
+from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -92,6 +93,14 @@ class RunRecorder:
         self.pending: PendingCheckpoint | None = None
         self.started = time.time()
 
+    def record(self, event: CallEvent) -> None:
+        """Adds a call of a worker to the timeline."""
+        self.timeline.record(event)
+
+    def say(self, note: str) -> None:
+        """Tells the user something on the console."""
+        self.console.say(note)
+
     def show_placement(self, rows: list[dict[str, str]]) -> None:
         """Shows where the run is placed, in place of what was shown before."""
         self.placement = rows
@@ -132,7 +141,7 @@ class RunRecorder:
         self.tracking.log(metrics, step)
         self.console.show_step(step, total_steps, metrics)
         if self.is_ending:
-            self.console.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
+            self.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
 
     def row_so_far(self) -> dict[str, float]:
         """The metrics of the present step with its times until now."""
@@ -244,7 +253,7 @@ class RunRecorder:
         try:
             self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)  # the run was interrupted or failed meanwhile
         except (WorkerError, CallTimeout, OSError) as error:
-            self.console.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
+            self.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
         remove_partial(self.run_dir)  # first: what follows needs room on the disk
         self.console.close()
         missing = self.tracking.close()
@@ -253,12 +262,12 @@ class RunRecorder:
         try:
             self._write_report(outcome, metrics)
         except Exception as error:  # names and texts of data and model are drawn; the run itself is complete
-            self.console.say(f"The report is not written: {type(error).__name__}: {error}")
-        self.console.say(f"\n{outcome}")
+            self.say(f"The report is not written: {type(error).__name__}: {error}")
+        self.say(f"\n{outcome}")
         for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):
             values = [row[name] for row in metrics if name in row]
             if len(values) > 1:
-                self.console.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
+                self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
         files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
         files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
         if self.best:
@@ -267,12 +276,12 @@ class RunRecorder:
             for model in sorted(folder_of_step(self.run_dir, step).glob("*/huggingface")):
                 files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
         for sentence in missing:
-            self.console.say(f"  {sentence}")
-        self.console.say(f"  in {self.run_dir}:")
+            self.say(f"  {sentence}")
+        self.say(f"  in {self.run_dir}:")
         for name, what in files.items():
             path = self.run_dir / name
             if path.exists() and path.stat().st_size:
-                self.console.say(f"    {name:<40} {what}")
+                self.say(f"    {name:<40} {what}")
 
     def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
         write_report(

@@ -102,7 +102,7 @@ class TrainingLoop(abc.ABC):
         recorder = self.recorder
         recorder.saves_when_ended = False
         if recorder.is_ending:
-            recorder.console.say("SIGTERM: all steps are saved; the same command validates the last one.")
+            recorder.say("SIGTERM: all steps are saved; the same command validates the last one.")
             raise KeyboardInterrupt
         metrics = self.timed_validation()
         recorder.saves_when_ended = True  # from here on SIGTERM changes nothing: the run is about to end

@@ -5,20 +5,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.samples import SampleRows, concat_samples
-from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.detached.ledger import Ticket
+
+
+class GroupLedger(Protocol):
+    """What a buffer asks the ledger: the methods of `PromptLedger`, or of a handle of it."""
+
+    def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Takes the (number, attempt, oldest version) of groups; returns the numbers that are kept."""
+
+    def choose(self, trainer: int, version: int, num_groups: int) -> list[int] | None:
+        """The numbers of the groups to train after `version`; None while the trainer must wait."""
+
+    def holders(self) -> list[tuple[int, dict[str, list[int]]]]:
+        """Of each trainer the groups in its buffer, and the numbers that makers have in flight for it."""
+
+    def seconds_since_loss(self) -> float:
+        """Since a maker was last given up."""
 
 
 class ExperienceBuffer:
     """Groups that wait for trainer number `trainer`, `limit` at most: for more the ledger gives no tickets.
 
-    `extend` and `take` may run in different threads. `ledger` is the run's, or anything with its methods that has a
-    deadline of its own, as a handle of the actor.
+    `extend` and `take` may run in different threads.
     """
 
-    def __init__(self, ledger: PromptLedger, trainer: int, limit: int) -> None:
+    def __init__(self, ledger: GroupLedger, trainer: int, limit: int) -> None:
         self.ledger, self.trainer, self.limit = ledger, trainer, limit
         self._groups: dict[int, tuple[DataProto, int, int]] = {}  # by its number: what came with it, and its rows there
         self._changed = threading.Condition()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import ray
 import torch
@@ -22,7 +21,7 @@ from verl_like.trainer.checkpoint import Checkpoint, PendingCheckpoint, partial_
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.config import DetachedConfig
-from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, remote, side_named
 from verl_like.trainer.detached.weight_turns import WeightTurns
 from verl_like.trainer.experience_maker import Experience
@@ -63,7 +62,7 @@ class DetachedPPOTrainer(Side):
         self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
         # As long as it takes to send them, and before that for a maker to be started again.
         self.turns = WeightTurns(self.name, 3 * config.trainer.call_timeout_s)
-        self.buffer = ExperienceBuffer(cast(PromptLedger, self.ledger), self.index, limit=room)
+        self.buffer = ExperienceBuffer(self.ledger, self.index, limit=room)
         self.pending: PendingCheckpoint | None = None
 
     def fit(
@@ -218,7 +217,7 @@ class DetachedPPOTrainer(Side):
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
-        self.recorder.placement = placement_rows(placement)
+        self.recorder.show_placement(placement_rows(placement))
         for future in [group.init_model.remote() for group in self.groups.values()]:
             future.get()
         self.require_same_inputs(config)

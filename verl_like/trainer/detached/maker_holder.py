@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -39,11 +39,11 @@ from verl_like.trainer.detached.side import (
     side_named,
 )
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
-from verl_like.trainer.ppo_inputs import check_inputs
-from verl_like.trainer.ppo_trainer import get_trainer
+from verl_like.trainer.ppo_inputs import check_inputs, prompt_sampler
+from verl_like.trainer.ppo_trainer import get_maker_driver
 from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
-from verl_like.trainer.run_recorder import RunRecorder, placement_rows
+from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.rollout.router import ResponsesFuture, router_of
 from verl_like.workers.weight_sync import StaleWeightsError
@@ -107,6 +107,11 @@ class PromptLoader:
     dataset: PromptDataset
     sampler: EpochSampler
 
+    @classmethod
+    def of(cls, config: DetachedConfig, prompts: PromptDataset) -> "PromptLoader":
+        """In the order of the configuration."""
+        return cls(prompts, prompt_sampler(config, prompts))
+
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """The prompts of some tickets, (B,) for those of each training step, whose number seeds the sampling."""
         batches = []
@@ -164,16 +169,16 @@ class ExperienceMakerHolder(Side):
         built_in = maker_models(self.config, inputs.role_worker_mapping)
         mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
         inputs = replace(inputs, config=self.config, role_worker_mapping=mapping)
-        self.run = get_trainer().of(inputs, cast(RunRecorder, self.recorder), self.pools)
+        self.run = get_maker_driver().of(inputs, self.recorder, self.pools)
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker), self.run.groups[Role.Rollout])
         if (kl_coef := self.ledger.kl_coef()) is not None:
             self.run.maker.kl_controller.value = kl_coef
-        self.recorder.placement = placement_rows(self.run.placement)
+        self.recorder.show_placement(placement_rows(self.run.placement))
         load_models(self.run.groups, self.config.trainer.device)
         self.require_same_inputs(self.config)
-        return PromptLoader(self.run.train_dataset, self.run.sampler)
+        return PromptLoader.of(self.config, inputs.train_dataset)
 
     def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:
         """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how often."""
@@ -231,7 +236,7 @@ class ExperienceMakerHolder(Side):
         groups, config = self.run.groups, self.config
         drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
         if not drawn:
-            self.recorder.notes.append(engine_check.UNKNOWN_ROLLOUT)
+            self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
         arguments = self.name, self.version, drawn
         deadline_s = config.trainer.call_timeout_s
         log_probs = ask(self.trainer_names[0], "score_greedy", *arguments, timeout=deadline_s)

@@ -37,7 +37,7 @@ class DetachedRecord:
     def add(self, name: str, report: SideRecorder) -> None:
         """Takes what happened on a side since its last report."""
         for event in report.events:
-            self.recorder.timeline.record(event)
+            self.recorder.record(event)
         self.waits[name].update(report.waits)
         # Before a trainer waits for experience, there is nothing to save.
         self.recorder.saves_when_ended |= name in self.config.trainer_names and len(report.waits) > 0
@@ -49,7 +49,7 @@ class DetachedRecord:
         for step, files in report.files:
             self.files[step].append(files)
         for note in report.notes:
-            self.recorder.console.say(f"{name}: {note}")
+            self.recorder.say(f"{name}: {note}")
 
     def log(self) -> None:
         """Writes what is complete, after makers too have said how long they waited until then."""

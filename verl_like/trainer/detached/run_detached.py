@@ -24,6 +24,7 @@ from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
 from verl_like.trainer.engine_check import EngineMismatch
+from verl_like.trainer.maker_driver import MakerDriver
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -51,7 +52,7 @@ DISPLAY = replace(
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
-OF_MAKERS = {"build_maker", "of", "start_groups", "validate"}
+OF_MAKERS = {name for name in vars(MakerDriver) if not name.startswith("_")}
 """What makers call of a plugin's trainer. They have no learner. The ledger says which prompts they take, and has what a
 run that goes on needs to know."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
@@ -227,7 +228,7 @@ class DetachedRun:
             said = "SIGTERM: the run has its last checkpoint and ends after its last validation; a second one ends it."
         else:
             said = f"SIGTERM: the run ends with the checkpoint of step {self.last_step}; a second one ends it without."
-        self.recorder.console.say(said)
+        self.recorder.say(said)
 
     def counts(self) -> Any:
         """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger does not answer."""
@@ -240,7 +241,7 @@ class DetachedRun:
     def show_counts(self) -> None:
         """Says what became of every prompt."""
         counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
-        self.recorder.console.say(f"Prompts: {counts}")
+        self.recorder.say(f"Prompts: {counts}")
 
     def end_of_loop(self, name: str, loop: Any) -> None:
         """A loop has ended: at its end, or because the side failed."""
@@ -297,7 +298,7 @@ class DetachedRun:
             return
         self.restarts_left[name] -= 1
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
-        self.recorder.console.say(f"{name} failed and is started again: {headline}")
+        self.recorder.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
         deadline = time.monotonic() + ANSWER_S
         with contextlib.suppress(ValueError):  # there is no actor of this name any more

@@ -52,7 +52,7 @@ class PushedWeights:
 
 @dataclass
 class SideRecorder:
-    """Stands for the run's recorder on a side. The run collects what happened since its last report."""
+    """The `Recorder` of a side. The run collects what happened since its last report."""
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
@@ -76,12 +76,17 @@ class SideRecorder:
     thread: int = 0
     """Of the side's loop, which measures the phases."""
 
-    @property
-    def timeline(self) -> "SideRecorder":
-        return self
-
     def record(self, event: CallEvent) -> None:
+        """Adds a call of a worker."""
         self.events.append(event)
+
+    def say(self, note: str) -> None:
+        """Adds what the user should know."""
+        self.notes.append(note)
+
+    def show_placement(self, rows: list[dict[str, str]]) -> None:
+        """Keeps where the workers are."""
+        self.placement = rows
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -95,8 +100,10 @@ class SideRecorder:
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 
-    def show_generations(self, *_: Any) -> None:
-        """Of a validation; a run shows its metrics alone."""
+    def show_generations(
+        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
+    ) -> None:
+        """Shows nothing: of a validation the run shows the metrics alone."""
 
     def report(self) -> "SideRecorder":
         """What was recorded since the last report."""

@@ -187,7 +187,7 @@ def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
     config, trainer = inputs.config, inputs.config.trainer
     worker = RayClassWithInitArgs(KINDS[type(config)].worker, *worker_arguments(config))
     group = RayWorkerGroup(
-        pool_of(config), worker, role="model", deadline_s=trainer.call_timeout_s, on_call=recorder.timeline.record
+        pool_of(config), worker, role="model", deadline_s=trainer.call_timeout_s, on_call=recorder.record
     )
     recorder.show_placement(placement_rows([("model_pool", ["model"], group)]))
     training = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)

@@ -41,7 +41,7 @@ class SupervisedTrainer(TrainingLoop):
         if resumed := self.recorder.resumed:
             self.global_step = resumed.checkpoint.state["global_step"]
             for note in self.group.load_checkpoint(str(resumed.checkpoint.folder / "model" / "checkpoint"))[0]:
-                self.recorder.console.say(note)
+                self.recorder.say(note)
 
     def next_step(self) -> dict[str, float]:
         epoch, rows = self.sampler.batch(self.global_step - 1)
