@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 
-from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.start import end_ray, start_ray
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -67,10 +66,7 @@ def main(overrides: list[str]) -> None:
     start_ray(None, config.ray_kwargs.ray_init.num_cpus)
 
     def data_loader_fn() -> PromptLoader:
-        data, tokenizer = config.data, load_tokenizer(config.actor_rollout_ref.model)
-        prompts = load_dataset(config, tokenizer, "train")
-        sampler = EpochSampler(len(prompts), data.train_batch_size, seed=config.trainer.seed, shuffle=data.shuffle)
-        return PromptLoader(prompts, sampler)
+        return PromptLoader.of(config, load_dataset(config, load_tokenizer(config.actor_rollout_ref.model), "train"))
 
     ledger_class, trainer_class, maker_class = ray.remote(PromptLedger), DetachedPPOTrainer, ExperienceMakerHolder
     ledger: Any = ledger_class.options(name="ledger", num_cpus=0).remote(

@@ -13,7 +13,8 @@ from verl_like.trainer.detached.config import DetachedConfig, broken_detached_ru
 from verl_like.trainer.detached.maker_holder import check_maker
 from verl_like.trainer.detached.run_detached import check_detached_inputs, check_trainer
 from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer, register_trainer
+from verl_like.trainer.maker_driver import MakerDriver
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_maker_driver, get_trainer, register_trainer
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
 
 
@@ -200,12 +201,12 @@ def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():
 
 def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
-    assert get_trainer() is RayPPOTrainer
+    assert get_trainer() is RayPPOTrainer and get_maker_driver() is MakerDriver
     assert register_trainer(TrainerOfAnotherMaker) is get_trainer() is TrainerOfAnotherMaker
     message = r"TrainerOfOtherPrompts'> cannot train, for .*TrainerOfAnotherMaker'> is registered: name one such plugin"
     with pytest.raises(ValueError, match=message):
         register_trainer(TrainerOfOtherPrompts)
-    assert get_trainer() is TrainerOfAnotherMaker
+    assert get_trainer() is get_maker_driver() is TrainerOfAnotherMaker
 
 
 def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_loads():

@@ -14,14 +14,21 @@ from test_detached_config import IN_FLIGHT, config_of
 from tiny_worker_models import write_model
 from transformers import LlamaForCausalLM
 
+from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import deep_equal, jagged_from_lists
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer import ppo_trainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
+from verl_like.trainer.experience_maker import ExperienceMaker
+from verl_like.trainer.maker_driver import MakerDriver
+from verl_like.trainer.ppo_inputs import PPOInputs
+from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.training_loop import TrainingLoop
 from verl_like.workers.rollout_worker import RolloutWorker
 from verl_like.workers.weight_sync import collect_weights
 
@@ -90,6 +97,31 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
     assert holder.advance() == 1 and holder.ended is None
     ((of_tickets, experience),) = sent
     assert of_tickets is ended and deep_equal(experience.batch["responses"], generated.batch["responses"])
+
+
+def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    config, rows = config_of("data.train_batch_size=12", "trainer.seed=3"), list(range(24))
+    inputs = PPOInputs(config, None, rows, [], {}, None, (), None)
+    side = SideRecorder("maker_0", node="")
+    own = {"pools": SimpleNamespace(), "cleanup": None, "recorder": side, "fingerprints": None}
+    holder = maker(config=config, model_fn=lambda config: {}, ledger=SimpleNamespace(kl_coef=lambda: 0.25), **own)
+    names = inspect.unwrap(type(holder).start).__globals__
+    monkeypatch.setitem(names, "check_inputs", lambda *_: inputs)
+    monkeypatch.setitem(names, "maker_models", lambda *_: {})
+    monkeypatch.setitem(names, "load_models", lambda *_: None)
+    built = object.__new__(ExperienceMaker)
+    built.kl_controller = SimpleNamespace(value=0.0)
+    monkeypatch.setattr(MakerDriver, "start_groups", lambda driver: {"rollout": driver})
+    monkeypatch.setattr(MakerDriver, "build_maker", lambda driver: built)
+    loader = holder.start()
+    assert type(holder.run) is MakerDriver and not isinstance(holder.run, TrainingLoop)
+    assert holder.run.groups == {"rollout": holder.run} and holder.run.recorder is side
+    assert holder.run.maker is built and built.kl_controller.value == 0.25
+    order = EpochSampler(24, 12, seed=3, shuffle=config.data.shuffle)
+    assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [order.batch(k) for k in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,12 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
     )
 
 
+def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
+    """The order of the prompts, by the batch of each training step."""
+    data, trainer = config.data, config.trainer
+    return EpochSampler(len(prompts), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
+
+
 def load_ptx_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationDataset | None:
     """The rows of `data.ptx_files`, or None where there are none; raises ValueError if they are not one batch."""
     data = config.data

@@ -1,38 +1,27 @@
 """The PPO trainer: a maker and a learner on worker groups, and the step that they make together."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import PreTrainedTokenizerBase
-
-from verl_like.algorithms.kl import get_kl_controller
 from verl_like.data.conversations import ConversationDataset
-from verl_like.data.prompt_dataset import PromptDataset
-from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import is_jagged
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
-from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import engine_check
 from verl_like.trainer.checkpoint import Checkpoint
-from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Weights
+from verl_like.trainer.experience_maker import Generated, Weights
 from verl_like.trainer.learner import Learner
-from verl_like.trainer.metrics import batch_metrics, validation_metrics
-from verl_like.trainer.ppo_display import generation_of_row
-from verl_like.trainer.ppo_inputs import PPOInputs
-from verl_like.trainer.ppo_workers import build_resource_pools, load_models, start_groups
+from verl_like.trainer.maker_driver import MakerDriver
+from verl_like.trainer.metrics import batch_metrics
+from verl_like.trainer.ppo_inputs import PPOInputs, prompt_sampler
+from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import RunRecorder, placement_rows
-from verl_like.trainer.scoring import RuleScorer, reward_columns
 from verl_like.trainer.training_loop import TrainingLoop
 from verl_like.workers.actor import ScoringWorker
-from verl_like.workers.models.pretrained import load_hf_config
-from verl_like.workers.planning.flops import ModelCost
 
 _GENERATED = "generated.safetensors"
 """File of a checkpoint with the responses of the next step, and the entry of its meta_info with their metrics."""
@@ -40,49 +29,32 @@ _METRICS = "metrics_of_generation"
 
 
 @dataclass(eq=False)
-class RayPPOTrainer(TrainingLoop):
+class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, for every placement.
 
-    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A custom role
-    takes part through its registered method `annotate`. It is called with the generated batch, next to the reference
-    and the critic, and the columns it writes join the batch. Those in its class's `reward_columns` are added to the
-    reward, in validation too. For a state of its own it registers `save_checkpoint` and `load_checkpoint`. A subclass
-    changes a phase by making its own maker or learner in `build_maker` or `build_learner`.
+    It drives its maker and its learner in one process. A custom role with a state of its own registers
+    `save_checkpoint` and `load_checkpoint`. A subclass changes a phase by making its own maker or learner in
+    `build_maker` or `build_learner`.
     """
 
-    config: PPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    role_worker_mapping: dict[str, RayClassWithInitArgs]
-    resource_pool_manager: ResourcePoolManager | None
-    """None for a subclass whose `start_groups` needs no pools, as in one process."""
-    train_dataset: PromptDataset
-    val_dataset: PromptDataset
-    rule_scorer: RuleScorer | None
-    recorder: RunRecorder
     ptx_dataset: ConversationDataset | None = None
 
     @classmethod
     def of(cls, inputs: PPOInputs, recorder: RunRecorder, pools: ResourcePoolManager | None = None) -> Self:
         """Of checked inputs, on the pools of their configuration unless others are given."""
-        mapping = inputs.role_worker_mapping
-        pools = pools or build_resource_pools(inputs.config, list(mapping))
-        data = inputs.train_dataset, inputs.val_dataset, inputs.scorer
-        return cls(inputs.config, inputs.tokenizer, mapping, pools, *data, recorder, inputs.ptx_dataset)
+        trainer = super().of(inputs, recorder, pools)
+        trainer.ptx_dataset = inputs.ptx_dataset
+        return trainer
 
     def __post_init__(self) -> None:
-        if self.rule_scorer:
-            self.rule_scorer.on_call = self.recorder.record
-        data, trainer = self.config.data, self.config.trainer
-        num_prompts = len(self.train_dataset)
-        self.sampler = EpochSampler(num_prompts, data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
+        super().__post_init__()
+        self.sampler = prompt_sampler(self.config, self.train_dataset)
         self.num_prompt_batches = 0
         """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
         self.generated: Generated | None = None
         """The responses of the next step, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
         """The number of their batch of prompts."""
-        self.groups: dict[str, WorkerGroup] = {}
-        self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models."""
@@ -116,30 +88,8 @@ class RayPPOTrainer(TrainingLoop):
         if sleeps:
             self.load_weights(self.learner.export_weights())
 
-    def build_maker(self) -> ExperienceMaker:
-        config = self.config
-        worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
-        model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
-        return ExperienceMaker(
-            config=config,
-            groups=self.groups,
-            rule_scorer=self.rule_scorer,
-            reward_columns=reward_columns(worker_classes, config.reward_models_by_role, self.rule_scorer is not None),
-            kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
-            model_cost=ModelCost.of(model),
-            timer=self.recorder.timer,
-        )
-
     def build_learner(self) -> Learner:
         return Learner(self.config, self.groups, self.ptx_dataset)
-
-    def start_groups(self) -> dict[str, WorkerGroup]:
-        """A worker group for each role; training roles of one pool share their processes."""
-        assert self.resource_pool_manager is not None
-        groups, self.placement = start_groups(
-            self.config, self.role_worker_mapping, self.resource_pool_manager, self.recorder.record
-        )
-        return groups
 
     def next_step(self) -> dict[str, float]:
         """`step` on the next batch of prompts, with `trainer.max_staleness=1` beside the batch after it."""
@@ -196,22 +146,6 @@ class RayPPOTrainer(TrainingLoop):
         # Where other weights arrived the run ends, so that none need be kept.
         self.maker.load_weights(weights, checks_first=False)
         self.learner.actor.report_finished_calls()  # no call waits for the export itself
-
-    def validate(self) -> dict[str, float]:
-        """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
-        prompts = self.val_dataset.collate(list(self.val_dataset), epoch=0)
-        prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
-        num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
-        shown = partial(generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer)
-        num_shown = self.config.trainer.log_val_generations
-        self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
-        counts = {
-            name.replace("reward/", "val-aux/"): n
-            for name, n in metric_values(metrics).items()
-            if name.startswith("reward/num_")
-        }
-        return validation_metrics(batch, scores_B) | counts
 
     def save(self) -> Path:
         """`TrainingLoop.save`, with the state of other roles and the responses that are ahead."""
@@ -272,3 +206,9 @@ def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
 def get_trainer() -> type[RayPPOTrainer]:
     """The class that trains: that of a plugin, or RayPPOTrainer."""
     return _TRAINERS[-1]
+
+
+def get_maker_driver() -> type[MakerDriver[Any]]:
+    """The class that drives a maker of detached training: MakerDriver, or a plugin's trainer, for its `build_maker`."""
+    trainer = get_trainer()
+    return MakerDriver if trainer is RayPPOTrainer else trainer

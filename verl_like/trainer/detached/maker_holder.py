@@ -38,8 +38,8 @@ from verl_like.trainer.detached.side import (
     side_named,
 )
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
-from verl_like.trainer.ppo_inputs import check_inputs
-from verl_like.trainer.ppo_trainer import get_trainer
+from verl_like.trainer.ppo_inputs import check_inputs, prompt_sampler
+from verl_like.trainer.ppo_trainer import get_maker_driver
 from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import placement_rows
@@ -83,6 +83,11 @@ class PromptLoader:
 
     dataset: PromptDataset
     sampler: EpochSampler
+
+    @classmethod
+    def of(cls, config: DetachedConfig, prompts: PromptDataset) -> "PromptLoader":
+        """In the order of the configuration."""
+        return cls(prompts, prompt_sampler(config, prompts))
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """The prompts of some tickets, (B,) for those of each training step, whose number seeds the sampling."""
@@ -143,8 +148,7 @@ class ExperienceMakerHolder(Side):
         built_in = maker_models(self.config, inputs.role_worker_mapping)
         mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
         inputs = replace(inputs, config=self.config, role_worker_mapping=mapping)
-        trainer_class: Any = get_trainer()
-        self.run = trainer_class.of(inputs, self.recorder, self.pools)
+        self.run = get_maker_driver().of(inputs, self.recorder, self.pools)
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
         check_maker(self.config, type(self.run.maker))
@@ -153,7 +157,7 @@ class ExperienceMakerHolder(Side):
         self.recorder.show_placement(placement_rows(self.run.placement))
         load_models(self.run.groups, self.config.trainer.device)
         self.require_same_inputs(self.config)
-        return PromptLoader(self.run.train_dataset, self.run.sampler)
+        return PromptLoader.of(self.config, inputs.train_dataset)
 
     def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:
         """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how often."""

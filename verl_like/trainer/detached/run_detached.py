@@ -24,6 +24,7 @@ from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
 from verl_like.trainer.engine_check import EngineMismatch
+from verl_like.trainer.maker_driver import MakerDriver
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -51,7 +52,7 @@ DISPLAY = replace(
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
-OF_MAKERS = {"build_maker", "of", "start_groups", "validate"}
+OF_MAKERS = {name for name in vars(MakerDriver) if not name.startswith("_")}
 """What makers call of a plugin's trainer. They have no learner. The ledger says which prompts they take, and has what a
 run that goes on needs to know."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
