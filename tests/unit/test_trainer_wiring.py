@@ -14,7 +14,7 @@ from verl_like.single_controller.worker import Worker
 from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.ppo_trainer import read_generated
+from verl_like.trainer.ppo_trainer import of_step, read_generated
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.pretrained import load_tokenizer
@@ -203,3 +203,9 @@ def test_the_responses_that_a_checkpoint_of_an_earlier_version_holds_are_read(tm
         "rollout_log_probs": [[-0.5, -1.0], [-2.0]],
     }
     assert batch.meta_info == {"global_steps": 4, "padding": (2, 3, 0)}
+
+
+def test_a_step_numbers_its_prompts_and_leaves_those_that_it_was_given_as_they_are():
+    prompts = DataProto.from_dict({"x": torch.ones(2)}, meta_info={"epoch": 3})
+    assert of_step(prompts, 7).meta_info == {"epoch": 3, "global_steps": 7}
+    assert prompts.meta_info == {"epoch": 3}

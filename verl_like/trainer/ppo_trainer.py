@@ -120,10 +120,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         `upcoming` are the prompts of the next step where `trainer.max_staleness` is 1. Responses to them are generated
         meanwhile, with the weights that this step starts from.
         """
-        prompts.meta_info["global_steps"] = self.global_step
+        prompts = of_step(prompts, self.global_step)
         generated = self.generated or self.maker.sample(prompts, self.next_prompts)
         if upcoming:
-            upcoming.meta_info["global_steps"] = self.global_step + 1
+            upcoming = of_step(upcoming, self.global_step + 1)
             generation = self.maker.begin(upcoming)  # submitted: the rest of this step runs meanwhile
         experience = self.maker.complete(generated)
         update = self.learner.learn(experience)  # submitted: critic and actor overlap on pools of their own
@@ -181,6 +181,13 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.maker.kl_controller.value = state["kl_coef"]
         if (generated := checkpoint.folder / _GENERATED).exists():
             self.generated = read_generated(generated, self.train_dataset.pad_token_id)
+
+
+def of_step(prompts: DataProto, step: int) -> DataProto:
+    """The same prompts with the number of a training step, which seeds the sampling."""
+    numbered = prompts.select()
+    numbered.meta_info["global_steps"] = step
+    return numbered
 
 
 def read_generated(path: Path, pad_token_id: int) -> Generated:
