@@ -217,4 +217,5 @@ def get_trainer() -> type[RayPPOTrainer]:
 
 def get_maker_driver() -> type[MakerDriver[Any]]:
     """The class that drives a maker of detached training: MakerDriver, or a plugin's trainer, for its `build_maker`."""
-    return _TRAINERS[-1] if len(_TRAINERS) > 1 else MakerDriver
+    trainer = get_trainer()
+    return MakerDriver if trainer is RayPPOTrainer else trainer
