@@ -2,8 +2,10 @@
 
 import ctypes
 import dataclasses
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, RolloutError, engine_thread
 from verl_like.workers.rollout.engine_thread import EngineThread
+from verl_like.workers.weight_sync import WeightSyncError
 
 ModelAndFolder = tuple[str, LlamaForCausalLM]
 REQUESTS = make_requests(
@@ -580,3 +583,115 @@ def test_a_first_rank_without_work_tells_the_others_so_before_they_give_up(
     assert [numbers.get(timeout=LIMIT_S) for _ in range(3)] == [0, 0, 0] and first.done == []
     monkeypatch.undo()
     assert tokens(draw(first, named("a", "b"))) == {name: tokens(expected)[name] for name in "ab"}
+
+
+def test_weights_that_changed_on_their_way_are_noticed_before_or_after_they_were_loaded_as_is_asked(
+    model: ModelAndFolder, changed: LlamaForCausalLM, expected: dict[str, Completion]
+) -> None:
+    thread, exports = EngineThread(lambda: make_engine(model)), export(changed, 4)
+    exports[0].buckets[0].data[0] ^= 1
+    with pytest.raises(WeightSyncError, match="Weights of version 4 changed on their way"):
+        thread.load_weights(exports, 4)
+    assert thread.engine.policy_version == 3
+    with pytest.raises(WeightSyncError, match="Weights of version 4 did not arrive"):
+        thread.load_weights(exports, 4, checks_first=False)
+    assert thread.engine.policy_version is None
+    thread.load_weights(export(model[1], 4), 4)
+    assert tokens(draw(thread, REQUESTS)) == tokens(expected)
+
+
+def test_no_step_is_computed_while_the_last_weights_did_not_arrive(
+    model: ModelAndFolder, changed: LlamaForCausalLM
+) -> None:
+    thread, gate = gated(model)
+    thread.submit(named("g"))
+    gate.wait()
+    gate.steps(2)
+    exports = export(changed, 4)
+    exports[0].buckets[0].data[0] ^= 1
+    failed = ask(thread, partial(thread.load_weights, checks_first=False, drain=False), exports, 4)
+    gate.open()
+    assert isinstance(failed.exception(LIMIT_S), WeightSyncError)
+    with pytest.raises(RuntimeError, match="no verified weights"):
+        thread.submit(named("a"))
+    assert thread.ages() == {"g": 3} and thread.collect(0.01) == {}
+    thread.load_weights(export(changed, 5), 5)  # it cannot wait for the response
+    completions = collect_all(thread)
+    assert [span[:2] for span in completions["g"].versions] == [(3, 0), (5, 3)]
+
+
+def test_what_is_left_is_what_is_unfinished_and_what_was_not_collected(model: ModelAndFolder) -> None:
+    thread, gate = gated(model)
+    thread.submit(named("a", "b", "g"))
+    gate.wait()
+    gate.steps(4)  # a and b have ended
+    assert thread.num_left() == 3
+    assert thread.collect(0.0, ["a"]).keys() == {"a"} and thread.num_left() == 2
+    gate.open()
+    collect_all(thread)
+    assert thread.num_left() == 0
+
+
+def test_a_thread_that_is_closed_ends_after_its_step_and_fails_whatever_waits_for_it(model: ModelAndFolder) -> None:
+    thread, gate = gated(model)
+    thread.submit(named("g"))
+    gate.wait()
+    waiting = [collect_later(thread), ask(thread, thread.submit, named("a"))]
+    closing = later(thread.close)
+    errors = [str(answer.exception(LIMIT_S)) for answer in waiting]
+    assert not thread._has_ended.is_set()
+    gate.open()
+    closing.result(LIMIT_S)
+    assert thread._has_ended.is_set()
+    with pytest.raises(RuntimeError) as error:
+        thread.ages()
+    assert {*errors, str(error.value)} == {"The rollout engine was closed."}
+
+
+def test_a_thread_that_nobody_can_ask_any_more_ends(model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_IDLE_S", 0.01)
+    thread = EngineThread(lambda: make_engine(model))
+    draw(thread, named("a"))
+    has_ended, engine = thread._has_ended, weakref.ref(thread.engine)
+    assert not has_ended.wait(0.1), "it can still be asked"
+    del thread
+    assert has_ended.wait(LIMIT_S)
+    gc.collect()
+    assert engine() is None
+
+
+def end_the_thread(*_: Any, **__: Any) -> Any:
+    raise SystemExit(7)
+
+
+def test_a_step_that_would_end_the_thread_fails_whatever_waits_for_the_engine(model: ModelAndFolder) -> None:
+    thread, gate = gated(model)
+    thread.submit(named("g"))
+    gate.wait()
+    thread.engine.step = end_the_thread
+    waiting = [collect_later(thread), ask(thread, partial(thread.load_weights, drain=True), export(model[1], 4), 4)]
+    gate.open()
+    for answer in waiting:
+        with pytest.raises(RuntimeError, match=r"The rollout engine raised SystemExit\(7\)"):
+            answer.result(LIMIT_S)
+
+
+def test_a_command_that_would_end_the_thread_fails_alone(
+    model: ModelAndFolder, expected: dict[str, Completion]
+) -> None:
+    thread, gate = gated(model)
+    thread.submit(named("g"))
+    gate.wait()
+    thread.engine.load_weights = end_the_thread
+    loading = ask(thread, partial(thread.load_weights, drain=False), export(model[1], 4), 4)
+    late = ask(thread, thread.submit, named("a"))
+    gate.open()
+    with pytest.raises(RuntimeError, match=r"The rollout engine raised SystemExit\(7\)"):
+        loading.result(LIMIT_S)
+    late.result(LIMIT_S)
+    assert tokens(collect_all(thread)) == {name: tokens(expected)[name] for name in "ag"}
+
+
+def test_an_engine_whose_making_would_end_the_thread_raises_for_its_maker() -> None:
+    with pytest.raises(RuntimeError, match=r"The rollout engine raised SystemExit\(7\)"):
+        EngineThread(end_the_thread)

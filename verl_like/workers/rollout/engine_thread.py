@@ -180,8 +180,8 @@ class EngineThread:
         for command in self._take(engine.agreed(number)):
             try:
                 command.answer.set_result(command.run())
-            except Exception as error:
-                command.answer.set_exception(error)
+            except BaseException as error:  # a SystemExit would leave the one who asked waiting
+                command.answer.set_exception(_as_exception(error))
         if engine.is_busy:
             self._keep(engine.step())
 
@@ -257,7 +257,7 @@ def _run(
 def _as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
-    ended = RuntimeError(f"The rollout engine's thread was ended by {error!r}.")
+    ended = RuntimeError(f"The rollout engine raised {error!r}.")
     ended.__cause__ = error
     return ended
 
