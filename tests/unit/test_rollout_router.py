@@ -20,7 +20,7 @@ from verl_like.single_controller.worker_group import CallEvent, ClassWithInitArg
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.config.rollout import SamplingConfig
-from verl_like.workers.rollout import get_rollout_engine
+from verl_like.workers.rollout import RolloutError, get_rollout_engine
 from verl_like.workers.rollout.router import RequestRouter
 from verl_like.workers.rollout_worker import PROMPT_COLUMNS, RolloutWorker
 
@@ -290,6 +290,7 @@ def test_the_future_of_a_call_is_an_argument_of_another_groups_call(
     log_probs = call.get().batch["rollout_log_probs"]
     torch.testing.assert_close(scored.values(), log_probs.values(), rtol=0, atol=1e-4)
     assert deep_equal(scored, again)
+    assert call.parts[0] is call.parts[0], "it is stored once"
 
 
 def with_long_prompt(num_rows: int, row: int) -> DataProto:
@@ -360,6 +361,54 @@ def test_a_call_that_is_begun_again_is_drawn_anew_and_others_go_on(
         for spans, row in zip(batch.non_tensor_batch["policy_version"], rows.unbind(), strict=True):
             of_both = ((3, 0, 1), (4, 1, len(row))) if len(row) > 1 else ((3, 0, 1),)
             assert spans == (of_both if is_old else ((4, 0, len(row)),))
+
+
+def test_a_call_that_has_ended_can_be_begun_again(make_group: MakeGroup, actor: LocalWorkerGroup) -> None:
+    group = make_group("fixed")
+    call = group.generate_sequences(prompts()).call
+    batches = call.wait(None)
+    group.load_weights(actor.export_weights(version=4), version=4)
+    call.begin_again()
+    batches += call.wait(None)
+    assert deep_equal(batches[0].batch["responses"], batches[1].batch["responses"])
+    versions = [{span[0] for spans in batch.non_tensor_batch["policy_version"] for span in spans} for batch in batches]
+    assert versions == [{3}, {4}]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_weights_come_after_the_responses_of_earlier_calls_and_before_those_of_later_ones(
+    make_group: MakeGroup, actor: LocalWorkerGroup, by_hand: Callable, routing: str
+) -> None:
+    group, exported = make_group(routing), actor.export_weights(version=4)
+    calls = [group.generate_sequences(prompts(step=step)) for step in (1, 2)]  # more than there is room for
+    group.load_weights(exported, version=4)
+    calls.append(group.generate_sequences(prompts(step=3)))
+    for step, version, call in zip((1, 2, 3), (3, 3, 4), calls, strict=True):
+        batch = call.get()
+        assert deep_equal(batch.batch["responses"], by_hand(prompts(step=step)).batch["responses"])
+        lengths = batch.batch["responses"].offsets().diff().tolist()
+        assert batch.non_tensor_batch["policy_version"].tolist() == [((version, 0, length),) for length in lengths]
+
+
+def test_what_becomes_of_the_prompts_after_the_call_does_not_matter(make_group: MakeGroup, by_hand: Callable) -> None:
+    group, batch, expected = make_group(), prompts(), by_hand(prompts())
+    call = group.generate_sequences(batch)
+    batch.batch["prompts"] = prompts(step=2).batch["prompts"]
+    batch.non_tensor_batch["uid"][:] = "another"
+    assert_same_rows(call.get(), expected)
+
+
+def test_a_request_that_a_replica_has_lost_fails_the_call(make_group: MakeGroup, by_hand: Callable) -> None:
+    group = make_group("fixed")
+    steps = StepByStep(group.workers[1].engine_thread)
+    call = group.generate_sequences(prompts())
+    steps.wait_for(2 * N)
+    steps.thread.abort(list(call.call.requests))
+    with pytest.raises(RolloutError, match=r"Replica 1 of rollout lost 6 requests: .*uid 1-3"):
+        call.get()
+    steps.num_left = -1
+    steps.thread._ask(steps.engine.resume)
+    assert_same_rows(group.generate_sequences(prompts()).get(), by_hand(prompts()))
 
 
 def test_a_call_that_takes_longer_than_the_deadline_says_which_replica_it_waits_for(
