@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from transformers import DynamicCache, LlamaForCausalLM, TopKLogitsWarper, TopPL
 from verl_like.protocol import DataProto
 from verl_like.workers.rollout import (
     Completion,
+    FinishedRequest,
     GenerationRequest,
     RolloutEngine,
     RolloutError,
     Sampling,
     vllm_async_engine,
 )
+from verl_like.workers.rollout.batch import assemble, greedy_requests
+from verl_like.workers.rollout.engine_thread import EngineThread
 from verl_like.workers.weight_sync import WeightBucket, WeightExport
 from verl_like.workers.weight_transfer.direct import IpcTransport, receive_chunks
 from verl_like.workers.weight_transfer.shared_memory import SharedPages
@@ -41,13 +45,65 @@ def run(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[st
 
 
 def generate_sequences(engine: RolloutEngine, prompts: DataProto) -> DataProto:
-    """A batch of responses."""
-    stream = engine.stream_sequences(prompts)
-    while True:
-        try:
-            next(stream)
-        except StopIteration as end:
-            return end.value
+    """A batch of responses of one engine; where it fails, no request is left in flight."""
+    return stream_sequences(engine, prompts)[1]
+
+
+def stream_sequences(
+    engine: RolloutEngine, prompts: DataProto, give_up: bool = False
+) -> tuple[list[list[FinishedRequest]], Any]:
+    """What each step of one engine ended of a batch, and the batch, None if it is given up after the first of these."""
+    requests = {request.name: request for request in engine.rules().requests_of(prompts, "the batch")}
+    parts: list[list[FinishedRequest]] = []
+    try:
+        engine.submit(list(requests.values()))
+        for ended in engine.stream():
+            parts += [[(requests[name], completion) for name, completion in ended]] if ended else []
+            if parts and give_up:
+                return parts, None
+    finally:
+        engine.abort(requests)
+    completions = {request.name: completion for part in parts for request, completion in part}
+    return parts, assemble(prompts, [completions[name] for name in requests])
+
+
+class StepByStep:
+    """An engine on its thread that takes steps only when a test asks for them.
+
+    Between them it is paused, so that weights do not wait for responses: they are to be loaded with `drain=False`.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.thread, self.engine, self.num_left = thread, thread.engine, 0
+        step = self.engine._step
+
+        def step_and_stop() -> list[tuple[str, Completion]]:
+            self.num_left -= 1
+            if self.num_left == 0:
+                self.engine.pause()
+            return step()
+
+        self.engine._step = step_and_stop
+        thread._ask(self.engine.pause)
+
+    def wait_for(self, num_requests: int, age: int = 0) -> None:
+        """Until that many unfinished requests are this number of steps old; they come from another thread."""
+        deadline = time.monotonic() + 60
+        while list(self.thread.ages().values()).count(age) != num_requests:
+            assert time.monotonic() < deadline, self.thread.ages()
+            time.sleep(0.001)
+
+    def advance(self, num_steps: int) -> None:
+        """Takes this number of steps, fewer where nothing is unfinished before."""
+
+        def begin() -> None:
+            self.num_left = num_steps
+            self.engine.resume()
+
+        self.thread._ask(begin)
+        while self.thread._ask(lambda: self.engine.is_busy):  # between two steps
+            pass
+        self.thread._ask(self.engine.pause)
 
 
 def rows_of(output: DataProto, name: str) -> list[list[Any]]:
@@ -93,7 +149,9 @@ def run_with_update_when_one_ended(
 ) -> dict[str, Completion]:
     """As `run_with_update`, for an engine that computes on its own: the weights come when one of `early` ended."""
     engine.submit(early)
-    completions = dict(engine.step())
+    completions: dict[str, Completion] = {}
+    while not completions:
+        completions |= dict(engine.step())
     engine.pause()
     engine.submit(queued)
     engine.load_weights(exports, exports[0].version)
@@ -131,15 +189,12 @@ def engine_process(engine: RolloutEngine) -> int:
 def run_beyond_the_limit(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
     """Of an engine in its own process, while no other answer of it may take as long as the first response does.
 
-    Before, the response may not either.
+    A step gives nothing meanwhile, and returns.
     """
     engine.llm.pause_generation(mode="keep", clear_cache=False)
     engine.submit(requests)
-    limit, vllm_async_engine._RESPONSE_TIMEOUT_S = vllm_async_engine._RESPONSE_TIMEOUT_S, 0.5
-    with pytest.raises(TimeoutError, match=r"took more than 0\.5 s for the next response"):
-        engine.step()
-    vllm_async_engine._RESPONSE_TIMEOUT_S = limit
     limit, vllm_async_engine._TIMEOUT_S = vllm_async_engine._TIMEOUT_S, 0.5
+    assert [engine.step() for _ in range(3)] == [[], [], []]
 
     def go_on() -> None:
         vllm_async_engine._TIMEOUT_S = limit
@@ -174,7 +229,8 @@ def run_with_a_response_that_is_refused(
         return [(name, replace(each, log_probs=[])) for name, each in ended] if len(ended) > 1 else ended
 
     engine._step = step_without_log_probs
-    with pytest.raises(RolloutError, match=r"The response to row \d \(uid 0-\d\), sample \d has \d+ tokens but log"):
+    message = r"The response to row \d \(uid 0-\d\), sample \d of the batch has \d+ tokens but log"
+    with pytest.raises(RolloutError, match=message):
         generate_sequences(engine, batch)
     engine._step = step
     assert not engine._has_work()
@@ -196,7 +252,7 @@ def draw_and_forget(
     engine: RolloutEngine, prompts: DataProto, later: Sequence[GenerationRequest]
 ) -> tuple[dict[str, Completion], dict[str, Completion]]:
     """What the engine draws greedily for its comparison with the actor, and requests after that."""
-    drawn = run(engine, engine.greedy_requests(prompts, 8))
+    drawn = run(engine, greedy_requests(prompts, 8))
     engine.forget_prompts()
     return drawn, run(engine, later)
 

@@ -1,7 +1,7 @@
 """Modules of the user that register algorithms, rewards, rollout engines and trainers (the key `plugins`)."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def import_plugins(modules: Sequence[str]) -> None:
@@ -17,3 +17,12 @@ def import_plugins(modules: Sequence[str]) -> None:
                 f"plugins: {module} cannot be imported ({type(error).__name__}: {error}): correct the module, or give "
                 "package.module with the package on PYTHONPATH"
             ) from error
+
+
+def refuse_replaced(plugin: type, replaced: Mapping[str, str]) -> None:
+    """Raises ValueError for a method of a plugin's class that nothing calls any more; `replaced` says what is there
+    instead."""
+    for name in replaced.keys() & vars(plugin).keys():
+        raise ValueError(
+            f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls any more: {replaced[name]}"
+        )

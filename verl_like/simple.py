@@ -308,6 +308,8 @@ class PPOTrainer:
             trainer_class = type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
             trainer = trainer_class.of(inputs, recorder)
             trainer.init_workers()
+            for group in trainer.groups.values():
+                cleanup.callback(group.shutdown)
             for role, group in trainer.trained.items():
                 if folder_before := getattr(self.optimizers[role], "state_folder", None):
                     group.load_checkpoint(str(folder_before), optimizer_only=True)

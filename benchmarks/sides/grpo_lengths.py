@@ -9,7 +9,10 @@ from verl_like.workers.rollout_worker import RolloutWorker
 
 
 class ForcedLengthWorker(RolloutWorker):
-    """Everything is the project's; only the lengths of the responses come from outside."""
+    """Everything is the project's; only the lengths of the responses come from outside.
+
+    The requests of a step come to a rank together, as `rollout.routing=fixed`, the default on a CPU, sends them.
+    """
 
     def init_model(self) -> None:
         super().init_model()

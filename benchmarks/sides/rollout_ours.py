@@ -18,7 +18,8 @@ from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
-from verl_like.workers.rollout import GenerationRequest, Sampling
+from verl_like.workers.rollout import GenerationRequest
+from verl_like.workers.rollout.batch import assemble
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 from verl_like.workers.weight_sync import collect_weights
 
@@ -30,9 +31,6 @@ class ForcedLengths(VllmEngine):
 
     wanted: list[int]
     with_seeds: bool
-
-    def _sampling(self, validate: bool, greedy: bool) -> tuple[Sampling, int]:
-        return Sampling(0.0 if validate else 1.0, top_k=-1, top_p=1.0, max_tokens=LONGEST, stop_token_ids=()), 1
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         samplings = [
@@ -69,6 +67,7 @@ def start() -> dict[str, Any]:
     rollout = RolloutConfig(
         dtype="float32",
         n=1,
+        ignore_eos=True,
         prompt_length=PROMPT_LENGTH,
         response_length=LONGEST,
         max_num_seqs=NUM_PROMPTS,
@@ -91,13 +90,10 @@ def _generate(wanted: list[int], seed: int, greedy: bool, with_seeds: bool = Tru
     }
     batch = DataProto.from_single_dict(columns, meta_info={"global_steps": seed, "validate": greedy})
     with stopwatch() as seconds:
-        stream = state["engine"].stream_sequences(batch)
-        while True:
-            try:
-                next(stream)
-            except StopIteration as end:
-                output = end.value
-                break
+        requests = state["engine"].rules().requests_of(batch, "a batch")
+        state["engine"].submit(requests)
+        completions = dict(each for ended in state["engine"].stream() for each in ended)
+        output = assemble(batch, [completions[request.name] for request in requests])
     return output, seconds[0]
 
 

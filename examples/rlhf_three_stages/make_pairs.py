@@ -55,18 +55,15 @@ def make_pairs(engine: RolloutEngine, dataset: PromptDataset) -> list[dict]:
     rows = list(dataset)
     prompts = dataset.collate(rows, epoch=0)
     prompts.meta_info["global_steps"] = 0
-    requests = engine.requests_for(prompts)
-    keys = {request.name: key for key, request in requests.items()}
-    engine.submit(list(requests.values()))
-    responses = {keys[name]: each.token_ids for ended in engine.stream() for name, each in ended}
-    tokenizer = load_tokenizer(engine.model_config)
-    texts = [
-        tokenizer.batch_decode([responses[row, k] for k in range(engine.config.n)], skip_special_tokens=True)
-        for row in range(len(rows))
-    ]
+    requests = engine.rules().requests_of(prompts, "the dataset")
+    engine.submit(requests)
+    completions = dict(each for ended in engine.stream() for each in ended)
+    token_ids = [completions[request.name].token_ids for request in requests]
+    texts = load_tokenizer(engine.model_config).batch_decode(token_ids, skip_special_tokens=True)
+    of_prompts = [texts[start : start + engine.config.n] for start in range(0, len(texts), engine.config.n)]
     return [
         pair
-        for row, answers in zip(rows, texts, strict=True)
+        for row, answers in zip(rows, of_prompts, strict=True)
         for pair in pairs_of(row["raw_prompt"], answers, row["reward_model"]["ground_truth"])
     ]
 

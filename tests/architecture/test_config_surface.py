@@ -23,6 +23,7 @@ TECHNIQUES = (
     # resuming
     *("trainer.resume_", "trainer.damaged_ckpt", "trainer.max_ckpt_to_keep", "trainer.best_ckpt_metric"),
     *(f"{model}.model.{name}" for model in ("actor_rollout_ref", "critic") for name in ("lora_", "target_modules")),
+    "actor_rollout_ref.rollout.routing",  # a queue for engines whose responses differ in length
     "actor_rollout_ref.rollout.quantization",  # an engine whose distribution is corrected
     "reward.max_memory_gb",  # a limit against a fault, which no run has to set
 )

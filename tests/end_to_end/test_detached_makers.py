@@ -81,18 +81,20 @@ class TrainerWithKeepingMaker(RayPPOTrainer):
 """
 
 
+@pytest.mark.parametrize("engine", [TENSOR_PARALLEL, OWN_PROCESS], ids=["two processes", "its own process"])
 def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_its_version(
-    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+    engine: list[str], tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "keeping_maker.py").write_text(KEEPING_MAKER)
     (tmp_path / "made").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.delitem(sys.modules, "keeping_maker", raising=False)  # of another folder
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
     model, length = tiny_llama(), 160
     settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "plugins=[keeping_maker]"]
     settings += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"]
-    settings += TENSOR_PARALLEL
+    settings += engine
     settings += [f"data.max_response_length={length}", "actor_rollout_ref.rollout.ignore_eos=true"]
     steps = train(tmp_path, lambda: model, *settings, "actor_rollout_ref.rollout.dtype=float32")
     assert steps[-1]["detached/trained"] == 20 and max(row["training/staleness/max"] for row in steps) == 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,8 @@ from verl_like.trainer.resume import find_run
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.scoring import RuleScorer
 from verl_like.workers.models.pretrained import load_tokenizer
-from verl_like.workers.rollout import base
+from verl_like.workers.rollout import router
+from verl_like.workers.rollout.router import ResponsesFuture
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,14 +120,13 @@ def test_checkpoints_in_the_critics_warm_up_change_nothing_and_the_actors_schedu
 def test_rewards_are_the_same_whether_samples_are_scored_as_they_end_or_together(
     tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    rows = []
-    for seconds_between_parts in (0.0, math.inf):
-        monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", seconds_between_parts)
-        folder = tmp_path / str(seconds_between_parts)
-        # One prompt at a time, so that the engine has something to tell.
-        run_locally(folder, tiny_llama, "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.val_before_train=false")
-        rows.append(metrics_of(folder))
-    early, together = rows
+    # Two responses at a time, each told as it ends.
+    settings = ["actor_rollout_ref.rollout.max_num_seqs=2", "trainer.val_before_train=false"]
+    monkeypatch.setattr(router, "COLLECT_S", 0.0)
+    run_locally(tmp_path / "early", tiny_llama, *settings)
+    monkeypatch.setattr(ResponsesFuture, "stream", lambda self: iter(()))
+    run_locally(tmp_path / "together", tiny_llama, *settings)
+    early, together = metrics_of(tmp_path / "early"), metrics_of(tmp_path / "together")
     assert [row["reward/early_ratio"] for row in early] == [1.0, 1.0]
     assert [row["reward/early_ratio"] for row in together] == [0.0, 0.0]
     for a, b in zip(early, together, strict=True):

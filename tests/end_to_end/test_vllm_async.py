@@ -155,9 +155,7 @@ def test_wrong_weights_are_named_and_never_serve(engine: Callable[[str], Any], m
 
 
 @pytest.mark.proof
-def test_a_response_may_take_longer_than_any_other_answer_but_not_for_ever(
-    engine: Callable[[str], Any], model: ModelAndFolder
-) -> None:
+def test_a_response_may_take_longer_than_any_other_answer(engine: Callable[[str], Any], model: ModelAndFolder) -> None:
     process = engine("recompute")
     call(process, "load_weights", shared(model[1], 30), 30)
     assert in_engine(process, rollout_requests.run_beyond_the_limit, make_requests(PROMPTS)).keys() == PROMPTS.keys()

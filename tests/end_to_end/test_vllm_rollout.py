@@ -19,7 +19,7 @@ from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.lora import model_buffers
-from verl_like.workers.rollout import FinishedSample, base, get_rollout_engine
+from verl_like.workers.rollout import GenerationRequest, get_rollout_engine
 from verl_like.workers.weight_sync import WeightExport, collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
@@ -61,19 +61,6 @@ class RolloutProcess:
     def run(self, function: str, *args: Any) -> Any:
         """What a function of rollout_requests.py does with the engine."""
         return getattr(rollout_requests, function)(self.engine, *args)
-
-    def stream(self, batch: DataProto, *, give_up: bool = False) -> tuple[list[list[FinishedSample]], DataProto | None]:
-        """What the engine yields, however soon it comes, and what it returns unless it is given up after one part."""
-        base._SECONDS_BETWEEN_PARTS = 0.0
-        parts, stream = [], self.engine.stream_sequences(batch)
-        while True:
-            try:
-                parts.append(next(stream))
-            except StopIteration as end:
-                return parts, end.value
-            if give_up:
-                stream.close()
-                return parts, None
 
     def call_without_loading(self, method: str, *args: Any) -> Any:
         """Calls the engine while its `_load`, which overwrites the weights, does nothing."""
@@ -299,25 +286,23 @@ def test_responses_are_told_as_they_end_and_a_generation_can_be_given_up(
     process: Any, tied_model: ModelAndFolder
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
-    parts, output = ray.get(process.stream.remote(prompt_batch()), timeout=DEADLINE_S)
+    parts, output = ray.get(process.run.remote("stream_sequences", prompt_batch()), timeout=DEADLINE_S)
     responses = rows_of(output, "responses")
-    told = [(row_of(sample), len(sample.token_ids)) for part in parts for sample in part]
+    told = [(row_of(request), list(completion.token_ids)) for part in parts for request, completion in part]
+    lengths = [len(token_ids) for _, token_ids in told]
     # A step of the engine is a token of every response, so they end in the order of their lengths.
-    assert told == sorted(told, key=lambda sample: sample[1]) and len(parts) >= 3
-    for row, length in told:
-        assert len(responses[row]) == length
-    for sample in (sample for part in parts for sample in part):
-        assert responses[row_of(sample)] == list(sample.token_ids)
+    assert lengths == sorted(lengths) and len(parts) >= 3
+    assert dict(told) == dict(enumerate(responses)) and len(told) == len(responses)
 
-    first, nothing = ray.get(process.stream.remote(prompt_batch(), give_up=True), timeout=DEADLINE_S)
+    first, nothing = ray.get(process.run.remote("stream_sequences", prompt_batch(), True), timeout=DEADLINE_S)
     assert len(first) == 1 and nothing is None
     again = call(process, "generate_sequences", prompt_batch())
     assert rows_of(again, "responses") == responses
 
 
-def row_of(sample: FinishedSample) -> int:
+def row_of(request: GenerationRequest) -> int:
     """Its row among the responses, 4 to a prompt."""
-    return 4 * int(sample.uid.removeprefix("0-")) + sample.index
+    return 4 * int(request.uid.removeprefix("0-")) + request.index
 
 
 def test_a_prompt_is_computed_once_for_its_samples_and_again_with_new_weights(

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from verl_like.single_controller import Dispatch, register
-from verl_like.workers.rollout import Completion, base
+from verl_like.workers.rollout import Completion
 from verl_like.workers.rollout_worker import RolloutWorker
 
 SCORED = "PATH_OF_THE_FILE_THAT_A_REWARD_MAKES"
@@ -16,7 +16,6 @@ class WaitingRollout(RolloutWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         super().init_model()
-        base._SECONDS_BETWEEN_PARTS = 0.0
         step, parts = self.rollout._step, itertools.count()
 
         def wait_after_the_first_part() -> list[tuple[str, Completion]]:

@@ -330,7 +330,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         f"{ROLLOUT}.{name}"
         for name in (
             *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("max_num_batched_tokens", "max_num_seqs", "kv_after_update", "weight_transport"),
+            *("max_num_batched_tokens", "max_num_seqs", "kv_after_update", "weight_transport", "routing"),
         )
     ],
     "option": [
@@ -373,6 +373,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "engine": (
         *("tests/end_to_end/test_vllm_async.py", "tests/end_to_end/test_vllm_rollout.py"),
         *("tests/unit/test_detached_config.py", "tests/end_to_end/test_toy_job.py"),
+        "tests/unit/test_rollout_routing.py",
     ),
     "option": ("tests/unit/test_trainer_dynamic_sampling.py", "tests/unit/test_skipped_samples.py"),
     "average": ("tests/unit/test_ema.py",),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_like.single_controller.local.worker_group import LocalWorkerGroup
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer import ppo_trainer
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
@@ -16,6 +18,7 @@ from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.maker_driver import MakerDriver
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_maker_driver, get_trainer, register_trainer
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
+from verl_like.workers.rollout_worker import RolloutWorker
 
 
 class BeginningMaker(ExperienceMaker):
@@ -26,6 +29,17 @@ class BeginningMaker(ExperienceMaker):
 class CompletingMaker(ExperienceMaker):
     def complete(self, generated):
         return super().complete(generated)
+
+
+class GeneratingWorker(RolloutWorker):
+    def generate_sequences(self, prompts):
+        return (yield from super().generate_sequences(prompts))
+
+
+def group_of(worker_class):
+    """One worker, whose engine is not started."""
+    worker = ClassWithInitArgs(worker_class, config=config_of().actor_rollout_ref, seed=1)
+    return LocalWorkerGroup(worker, role="rollout_a")
 
 
 class TrainerOfOtherPrompts(RayPPOTrainer):
@@ -81,7 +95,10 @@ def config_of(*overrides: str) -> DetachedConfig:
             [*IN_FLIGHT, "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
             "loss_mode=clip_cov compares the rows of a batch",
         ),
-        ([*IN_FLIGHT, "actor_rollout_ref.rollout.name=vllm_async"], "has no steps of a token"),
+        (
+            [*IN_FLIGHT, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.routing=fixed"],
+            "call has one prompt, which the first engine would get each time; set least_loaded",
+        ),
         (["detached.update_in_flight=true"], "and trainer.max_staleness of at least 1"),
         (["trainer.best_ckpt_metric=acc", "trainer.test_freq=1"], "here validations come after saves; set null"),
         (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),
@@ -168,11 +185,21 @@ def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities
     assert config.maker_roles == ["rollout"] and config.trainer_roles == ["actor"]
 
 
-def test_a_plugins_maker_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():
+def test_a_plugin_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():
+    in_flight, rollout = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), group_of(RolloutWorker)
     with pytest.raises(ValueError, match="BeginningMaker has its own begin, which detached"):
-        check_maker(config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), BeginningMaker)
-    check_maker(config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), CompletingMaker)
-    check_maker(config_of(), BeginningMaker)
+        check_maker(in_flight, BeginningMaker, rollout)
+    check_maker(in_flight, CompletingMaker, rollout)
+    check_maker(config_of(), BeginningMaker, rollout)
+    with pytest.raises(ValueError, match=r"the worker of rollout_a has its own generate_sequences, which detached\."):
+        check_maker(in_flight, CompletingMaker, group_of(GeneratingWorker))
+    check_maker(config_of(), CompletingMaker, group_of(GeneratingWorker))
+
+
+def test_responses_may_be_updated_in_flight_in_the_engine_that_computes_in_a_process_of_its_own():
+    own_process = ["actor_rollout_ref.rollout.name=vllm_async", "algorithm.adv_estimator=grpo"]
+    rollout = config_of(*IN_FLIGHT, *own_process).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.routing) == ("vllm_async", "least_loaded")
 
 
 def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_its_inputs_are_read(

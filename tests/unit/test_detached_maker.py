@@ -1,6 +1,7 @@
 """A maker of detached training, in one process: its replicas, its tickets, and which weights it takes and validates."""
 
 import inspect
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from rollout_requests import StepByStep
 from test_detached_config import IN_FLIGHT, config_of
 from tiny_worker_models import write_model
 from transformers import LlamaForCausalLM
@@ -22,7 +24,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer import ppo_trainer
 from verl_like.trainer.detached.ledger import PromptLedger
-from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
+from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, InFlight
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.maker_driver import MakerDriver
@@ -46,7 +48,7 @@ def prompts(*numbers: int) -> DataProto:
     return DataProto.from_dict(tensors, {"uid": uids}, {"global_steps": 1, "epoch": 0, "padding": (3, 9, 0)})
 
 
-def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_all_given_to_their_tickets(
+def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_and_all_given_to_their_tickets(
     tmp_path: Path,
 ):
     path = write_model(tmp_path)
@@ -61,20 +63,32 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
         parameters = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
         export = collect_weights(parameters, dtype=torch.float32, rank=0, world_size=1, version=version)
         for each in rollout.workers:
-            each.rollout.load_weights([export], version)
+            each.engine_thread.load_weights([export], version, drain=False)
 
     load(0)
+    expected = rollout.generate_sequences(prompts(0, 1, 2, 3, 4)).get()
+    threads = [each.engine_thread for each in rollout.workers]
+    replicas = [StepByStep(thread) for thread in threads]
+
+    def advance(num_steps: int) -> None:
+        for replica in replicas:
+            replica.advance(num_steps)
+
     ledger = PromptLedger(3, batch_size=5, detached=config.detached, max_staleness=config.trainer.max_staleness)
-    run = SimpleNamespace(groups={"rollout": rollout}, maker=None)
-    own = {"name_in_ledger": "maker_0", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_0")}
-    holder = maker(config=config, ledger=ledger, run=run, version=0, **own)
+    sent: list[Any] = []
+    of_rows = SimpleNamespace(sample=lambda *args: (args[0], args[2].get()), complete=lambda generated: generated)
+    run = SimpleNamespace(groups={"rollout": rollout}, maker=of_rows)
+    own = {"name_in_ledger": "maker_0", "in_flight": {}, "recorder": SideRecorder("maker_0")}
+    holder = maker(config=config, ledger=ledger, run=run, version=0, send=lambda *args: sent.append(args), **own)
     tickets = ledger.take("maker_0", 0, 5)
     holder.submit(tickets[:3], prompts(0, 1, 2))
-    rollout.advance_sequences(4)
+    for replica, num_requests in zip(replicas, (8, 4), strict=True):  # the four of a prompt stay together
+        replica.wait_for(num_requests)
+    advance(4)
     holder.submit(tickets[3:], prompts(3, 4))
-    assert [replica for _, _, replica in holder.in_flight.values()] == [0, 1, 0, 1, 0]
-    assert [len(each.submitted) for each in rollout.workers] == [3, 2]
-    rollout.advance_sequences(1)
+    for replica in replicas:
+        replica.wait_for(4)
+    advance(1)
     load(1)
     holder.version = 1
     holder.restart_young()
@@ -82,21 +96,73 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_and_a
     for number in (3, 4):
         with pytest.raises(ValueError, match=f"asked for prompt {number} with version 1"):
             ledger.deliver("maker_0", [(number, 0, 0)])
+    for replica in replicas:
+        replica.wait_for(4)
+    advance(1)
+    assert sorted(threads[0].ages().values()) == [1] * 4 + [6] * 8
+    assert sorted(threads[1].ages().values()) == [1] * 4 + [6] * 4
+    load(2)
+    holder.restart_young()  # they were already
+    advance(3)  # to the ninth token of the first three
+    for uid in ("0-0", "0-1", "0-2"):
+        holder.in_flight[uid].responses.get(timeout=60)
+    assert holder.advance() == 1 and len(holder.in_flight) == 2
+    assert holder.advance() == 0 and len(sent) == 1
+    advance(5)
+    for uid in ("0-3", "0-4"):
+        holder.in_flight[uid].responses.get(timeout=60)
+    assert holder.advance() == 1 and not holder.in_flight
 
-    assert holder.advance() == 0 and not holder.in_flight
-    ended, of_prompts, generated = holder.ended
-    uids = [f"0-{ticket.number}" for ticket in ended]
-    assert uids == of_prompts.non_tensor_batch["uid"].tolist() == generated.non_tensor_batch["uid"][::4].tolist()
-    assert sorted(uids) == [f"0-{number}" for number in range(5)] and of_prompts.meta_info["global_steps"] == 1
-    spans = dict(zip(uids, generated.non_tensor_batch["policy_version"][::4], strict=True))
-    assert spans["0-0"] == ((0, 0, 5), (1, 5, 9)) and spans["0-4"] == ((1, 0, 9),)
+    assert [of_tickets for of_tickets, _ in sent] == [tickets[:3], tickets[3:]]
+    for of_tickets, (of_prompts, generated) in sent:
+        uids = [f"0-{ticket.number}" for ticket in of_tickets]
+        assert uids == of_prompts.non_tensor_batch["uid"].tolist() and of_prompts.meta_info["global_steps"] == 1
+        rows = [4 * ticket.number + k for ticket in of_tickets for k in range(4)]
+        assert deep_equal(generated.batch["responses"], expected.select_idxs(rows).batch["responses"])
+        spans = {0: ((0, 0, 5), (1, 5, 6), (2, 6, 9)), 3: ((1, 0, 1), (2, 1, 9))}[of_tickets[0].number]
+        assert generated.non_tensor_batch["policy_version"].tolist() == [spans] * len(rows)
 
-    sent: list[Any] = []
-    run.maker = SimpleNamespace(sample=lambda rows, _, generation: generation.get(), complete=lambda rows: rows)
-    holder.send = lambda tickets, experience: sent.append((tickets, experience))
-    assert holder.advance() == 1 and holder.ended is None
-    ((of_tickets, experience),) = sent
-    assert of_tickets is ended and deep_equal(experience.batch["responses"], generated.batch["responses"])
+
+@pytest.mark.parametrize(
+    ("ages", "is_renewed", "age"),
+    [
+        ({"a": 2, "b": 5, "of another prompt": 9}, False, 5),
+        ({"a": 2, "b": 5}, True, math.inf),
+        ({"a": 2}, False, 2),  # the other one has ended, or waits for a place
+        ({}, False, math.inf),
+    ],
+)
+def test_a_prompt_is_as_old_as_the_oldest_of_its_unfinished_responses_and_begun_again_once(
+    ages: dict[str, int], is_renewed: bool, age: float
+):
+    responses: Any = SimpleNamespace(call=SimpleNamespace(requests={"a": None, "b": None}))
+    ticket: Any = None
+    assert InFlight(ticket, prompts(0), responses, is_renewed).age(ages) == age
+
+
+def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    config, rows = config_of("data.train_batch_size=12", "trainer.seed=3"), list(range(24))
+    inputs = PPOInputs(config, None, rows, [], {}, None, (), None)
+    side = SideRecorder("maker_0", node="")
+    own = {"pools": SimpleNamespace(), "cleanup": None, "recorder": side, "fingerprints": None}
+    holder = maker(config=config, model_fn=lambda config: {}, ledger=SimpleNamespace(kl_coef=lambda: 0.25), **own)
+    names = inspect.unwrap(type(holder).start).__globals__
+    monkeypatch.setitem(names, "check_inputs", lambda *_: inputs)
+    monkeypatch.setitem(names, "maker_models", lambda *_: {})
+    monkeypatch.setitem(names, "load_models", lambda *_: None)
+    built = object.__new__(ExperienceMaker)
+    built.kl_controller = SimpleNamespace(value=0.0)
+    monkeypatch.setattr(MakerDriver, "start_groups", lambda driver: {"rollout": driver})
+    monkeypatch.setattr(MakerDriver, "build_maker", lambda driver: built)
+    loader = holder.start()
+    assert type(holder.run) is MakerDriver and not isinstance(holder.run, TrainingLoop)
+    assert holder.run.groups == {"rollout": holder.run} and holder.run.recorder is side
+    assert holder.run.maker is built and built.kl_controller.value == 0.25
+    order = EpochSampler(24, 12, seed=3, shuffle=config.data.shuffle)
+    assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [order.batch(k) for k in range(3)]
 
 
 def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of_the_run(
@@ -248,7 +314,7 @@ def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: p
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):
     config = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo", "detached.experience_batch_size=4")
     ledger = PromptLedger(3, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness)
-    own = {"name_in_ledger": "maker_1", "in_flight": {}, "ended": None, "recorder": SideRecorder("maker_1", node="")}
+    own = {"name_in_ledger": "maker_1", "in_flight": {}, "recorder": SideRecorder("maker_1", node="")}
     own |= {"version": 0, "index": 1, "is_compared": True, "validated": 0, "sent": {}, "trainer_names": ["trainer_0"]}
     holder = maker(config=config, ledger=ledger, start=lambda: None, load_newest_weights=lambda: None, **own)
     num_made, submitted = iter([0, 1, 1]), []

@@ -3,12 +3,13 @@
 import inspect
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rollout_requests import rows_of
+from rollout_requests import StepByStep, rows_of
 from test_detached_config import config_of
 from test_detached_maker import maker
 from tiny_worker_models import PROMPT, RESPONSE, local_group, policy_config, write_model
@@ -134,14 +135,21 @@ def test_what_is_in_flight_goes_on_and_nothing_of_the_comparison_stays(path: str
 
     def responses(compares: bool) -> DataProto:
         group = replicas(config, exports, size=1)
-        group.submit_prompts(prompts, [0])
-        group.advance_sequences(1)
+        thread = group.workers[0].engine_thread
+        steps = StepByStep(thread)
+        generation = group.generate_sequences.remote(prompts)
+        steps.wait_for(2)
+        steps.advance(1)
         if compares:
-            engine_check.draw(group, FirstPrompts())
-            assert group.workers[0].rollout._batches == [] and group.workers[0].completions.keys() == {
-                f"row 0 (uid 3-0), sample {k}" for k in range(2)
-            }
-        (batch,) = group.advance_sequences(8)
+            with ThreadPoolExecutor() as pool:
+                drawing = pool.submit(engine_check.draw, group, FirstPrompts())
+                steps.wait_for(3)
+                assert len(thread.ages()) == 5
+                steps.advance(8)
+                drawing.result(timeout=60)
+        steps.advance(8)
+        batch = generation.get(timeout=60)
+        assert thread.engine._batches == [] and not thread._ended and not thread.ages()
         return batch
 
     compared, alone = responses(True), responses(False)

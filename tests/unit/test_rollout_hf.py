@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_requests import generate_sequences, rows_of
+from rollout_requests import generate_sequences, rows_of, stream_sequences
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
@@ -17,8 +17,7 @@ from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
-from verl_like.workers.rollout import RolloutEngine, RolloutError, base, get_rollout_engine
-from verl_like.workers.rollout.base import FinishedSample
+from verl_like.workers.rollout import RolloutEngine, RolloutError, get_rollout_engine
 from verl_like.workers.rollout.batch import assemble
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.request import Completion, Sampling, check_completion, request_seed
@@ -280,40 +279,30 @@ class Careless(HfEngine):
 def test_a_lost_or_damaged_response_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model)
     expected = generate_sequences(engine, prompt_batch())
-    engine.__class__, engine.loses, engine.empties = Careless, "row 1 (uid 0-1), sample 2", None
-    with pytest.raises(RolloutError, match=r"lost 1 requests: \['row 1 \(uid 0-1\), sample 2'\]"):
+    engine.__class__, engine.loses, engine.empties = Careless, "row 1 (uid 0-1), sample 2 of the batch", None
+    with pytest.raises(RolloutError, match=r"lost 1 requests: \['row 1 \(uid 0-1\), sample 2 of the batch'\]"):
         generate_sequences(engine, prompt_batch())
-    engine.loses, engine.empties = None, "row 2 (uid 0-2), sample 0"
-    with pytest.raises(RolloutError, match=r"The response to row 2 \(uid 0-2\), sample 0 has 0 tokens"):
+    engine.loses, engine.empties = None, "row 2 (uid 0-2), sample 0 of the batch"
+    with pytest.raises(RolloutError, match=r"The response to row 2 \(uid 0-2\), sample 0 of the batch has 0 tokens"):
         generate_sequences(engine, prompt_batch())
     engine.empties = None
     assert generate_sequences(engine, prompt_batch()).equal(expected), "no request is left to the next batch"
 
 
-def parts_and_result(engine: RolloutEngine, prompts: DataProto) -> tuple[list[list[FinishedSample]], DataProto]:
-    parts, stream = [], engine.stream_sequences(prompts)
-    while True:
-        try:
-            parts.append(next(stream))
-        except StopIteration as end:
-            return parts, end.value
-
-
-def test_finished_responses_are_told_while_others_are_generated(
-    model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
+def test_finished_responses_are_told_while_others_are_generated(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model)
     prompts = prompt_batch()
-    parts, output = parts_and_result(engine, prompts)
+    parts, output = stream_sequences(engine, prompts)
     assert output.equal(generate_sequences(engine, prompts))
-    told = [(sample.uid, sample.index) for part in parts for sample in part]
-    assert sorted(told) == [(f"0-{row}", k) for row in range(3) for k in range(3)]
-    lengths = [len(sample.token_ids) for part in parts for sample in part]
+    told = [each for part in parts for each in part]
+    assert sorted((request.uid, request.index) for request, _ in told) == [
+        (f"0-{row}", k) for row in range(3) for k in range(3)
+    ]
+    lengths = [len(completion.token_ids) for _, completion in told]
     assert lengths == sorted(lengths) and len(parts) == len(set(lengths)) > 2, "a step is a token of each response"
-    for sample in (sample for part in parts for sample in part):
-        row = 3 * int(sample.uid.removeprefix("0-")) + sample.index
-        assert list(sample.token_ids) == rows_of(output, "responses")[row]
+    for request, completion in told:
+        row = 3 * int(request.uid.removeprefix("0-")) + request.index
+        assert list(completion.token_ids) == rows_of(output, "responses")[row]
 
 
 def test_an_engine_that_gets_no_prompt_returns_no_row_with_all_columns(model: tuple[str, LlamaForCausalLM]) -> None:
@@ -327,19 +316,11 @@ def test_an_engine_that_gets_no_prompt_returns_no_row_with_all_columns(model: tu
         assert offsets.tolist() == [0] and values.shape == (0,) and values.dtype == column.dtype, name
 
 
-def test_nothing_is_told_of_padding_rows(model: tuple[str, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_SECONDS_BETWEEN_PARTS", 0.0)
-    engine = make_engine(model, max_num_seqs=3)
-    is_pad = DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, True])})
-    parts, output = parts_and_result(engine, prompt_batch().union(is_pad))
-    assert {sample.uid for part in parts for sample in part} == {"0-0", "0-1"} and len(output) == 9
-
-
 class Caching(HfEngine):
     """Claims that the first response to each prompt found this many of its tokens in the prefix cache."""
 
     def _step(self) -> list[tuple[str, Completion]]:
-        cached = {f"row {row} (uid 0-{row}), sample 0": num for row, num in enumerate(self.num_cached)}
+        cached = {f"row {row} (uid 0-{row}), sample 0 of the batch": num for row, num in enumerate(self.num_cached)}
         return [
             (name, dataclasses.replace(completion, num_cached_tokens=cached.get(name, 0)))
             for name, completion in super()._step()
@@ -362,9 +343,9 @@ def test_padding_rows_do_not_count_in_the_prefix_cache_hit_rate(model: tuple[str
 
 def test_an_empty_or_over_long_prompt_is_refused_by_row_and_uid(model: tuple[str, LlamaForCausalLM]) -> None:
     engine = make_engine(model, prompt_length=3)
-    with pytest.raises(ValueError, match=r"row 1 \(uid 0-1\), sample 0 has 0 tokens"):
+    with pytest.raises(ValueError, match=r"row 1 \(uid 0-1\), sample 0 of the batch has 0 tokens"):
         generate_sequences(engine, prompt_batch([[10], []]))
-    with pytest.raises(ValueError, match=r"row 0 \(uid 0-0\), sample 0 has 4 tokens, but 1 to rollout.prompt_length=3"):
+    with pytest.raises(ValueError, match=r"row 0 \(uid 0-0\), sample 0 of the batch has 4 tokens, but 1 to .*length=3"):
         generate_sequences(engine, prompt_batch([[10, 11, 12, 13]]))
 
 

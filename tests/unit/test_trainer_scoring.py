@@ -21,7 +21,7 @@ from verl_like.trainer.scoring import (
     reward_means,
     scores_by_reward,
 )
-from verl_like.workers.rollout import FinishedSample
+from verl_like.workers.rollout import Completion, FinishedRequest, GenerationRequest, Sampling
 
 # Says what it was called with; "x" has no score, "y" fails.
 REWARD = """
@@ -77,6 +77,13 @@ def generated(scorer: RuleScorer, texts: list[str]) -> DataProto:
     )
 
 
+def finished(uid: str, index: int, token_ids: np.ndarray) -> FinishedRequest:
+    """As it comes to the driver."""
+    sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
+    request = GenerationRequest(f"{uid}, {index}", [2], seed=3, sampling=sampling, uid=uid, index=index)
+    return request, Completion(token_ids, np.full(len(token_ids), -0.5, np.float32), ((0, 0, len(token_ids)),))
+
+
 def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer):
     texts = ["1", "22", "5", "6", "x", "333"]  # two responses to each prompt
     batch = generated(scorer, texts)
@@ -85,7 +92,7 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     pending = PendingScores(scorer, prompts(), num_samples=2)
     # The second response to a and the first to c are told early; b is not a rule's.
     told = [("c", 0, 4), ("b", 1, 3), ("a", 1, 1)]
-    pending.add([FinishedSample(uid, index, tuple(batch.batch["responses"][row].tolist())) for uid, index, row in told])
+    pending.add([finished(uid, index, batch.batch["responses"][row].numpy()) for uid, index, row in told])
     result = pending.complete(batch).get()
     expected = torch.zeros(6, 4)
     expected[0, 1], expected[1, 2], expected[5, 3] = 1.0, 22.0, 333.0  # at the end of sequence

@@ -342,7 +342,8 @@ def test_the_tokens_of_all_rows_of_a_sample_are_one_sequence_of_the_loss(folder,
     for ranks, layout in ((number, layout) for number in SAMPLES for layout in SAMPLES[number] if loss_mode in layout):
         _, gradients, metrics, _ = collected(folder, "samples", ranks, layout)
         assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=0, abs=1e-6), (ranks, layout)
-        assert relative_error(gradients, expected) < 1e-6, (ranks, layout)
+        # The reference is in float64; in float32 processors differ from it by 0.6e-6 to 1.1e-6.
+        assert relative_error(gradients, expected) < 2e-6, (ranks, layout)
     # Where each row is a sample, the gradient is another one.
     worker = make_actor(folder, "llama", **SAMPLES[1][f"{loss_mode}, all samples"])
     worker.init_model()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rollout_requests import StepByStep
 from tiny_worker_models import (
     RESPONSE,
     critic_config,
@@ -72,9 +73,9 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
     torch.testing.assert_close(scored.values(), batch.batch["rollout_log_probs"].values(), rtol=0, atol=1e-4)
 
 
-def actor_and_rollout_that_ends_early(config):
+def actor_and_rollout_that_ends_early(config, worker_class=RolloutWorker):
     """The groups, the rollout with the weights as version 3, and its responses, which every fourth token ends."""
-    actor, rollout = local_group(ActorWorker, config), local_group(RolloutWorker, config, seed=1)
+    actor, rollout = local_group(ActorWorker, config), local_group(worker_class, config, seed=1)
     rollout.load_weights(actor.export_weights(version=3), version=3)
     rollout.workers[0].rollout.eos_token_ids = tuple(range(3, 1000, 4))
     return actor, rollout, rollout.generate_sequences(prompts()).get()
@@ -85,50 +86,92 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
     lengths = response_lengths(whole)
     last = [max(lengths[:3]), max(lengths[3:])]
     assert last[0] > 2 and min(lengths[:3]) <= 2 and last[1] > min(lengths[3:]), lengths
-    rollout.submit_prompts(prompts()[:1], [0])
-    assert rollout.advance_sequences(2) == [None]
-    rollout.load_weights(actor.export_weights(version=4), version=4)  # of equal values
-    rollout.submit_prompts(prompts()[1:], [1])  # of a replica that is not there
-    rollout.submit_prompts(prompts()[1:], [0])
+    thread = rollout.workers[0].engine_thread
+    steps = StepByStep(thread)
+    calls = {"0-0": rollout.generate_sequences.remote(prompts()[:1])}
+    steps.wait_for(3)
+    steps.advance(2)
+    rollout.load_weights(actor.export_weights(version=4), version=4, drain=False)  # of equal values
+    calls["0-1"] = rollout.generate_sequences.remote(prompts()[1:])
+    steps.wait_for(3)
     ended = {}
-    for step in range(3, 3 + RESPONSE):
-        (rows,) = rollout.advance_sequences(1)
-        if rows is not None:
-            ended |= {
-                uid: (step, rows[start : start + 3]) for start, uid in enumerate(rows.non_tensor_batch["uid"][::3])
-            }
+    for step in range(2, 2 + RESPONSE):
+        of_others = {uid: calls[uid] for uid in calls.keys() - ended.keys()}
+        for uid, call in of_others.items():
+            if thread.ages().keys() & call.call.requests.keys():
+                assert not call.done()
+            else:
+                ended[uid] = (step, call.get(timeout=60))
+        steps.advance(1)
     assert {uid: step for uid, (step, _) in ended.items()} == {"0-0": last[0], "0-1": last[1] + 2}
-    assert rollout.advance_sequences(1) == [None]
-    parts = DataProto.concat([ended[uid][1].select(non_tensor_batch_keys=[]) for uid in ("0-0", "0-1")])
+    assert not thread.ages()
+    parts = DataProto.concat([ended[uid][1].select(meta_info_keys=[]) for uid in ("0-0", "0-1")])
     for name in ("responses", "response_mask", "prompts"):
         assert deep_equal(parts.batch[name], whole.batch[name]), name
     early = [((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths[:3]]
     assert ended["0-0"][1].non_tensor_batch["policy_version"].tolist() == early
     late = [((4, 0, length),) for length in lengths[3:]]
     assert ended["0-1"][1].non_tensor_batch["policy_version"].tolist() == late
-    rollout.workers[0].rollout.is_collect = False  # as all but the first rank of a replica
-    rollout.submit_prompts(prompts(), [0, 0])
-    assert rollout.advance_sequences(RESPONSE) == [None] and not rollout.workers[0].submitted
 
 
-def test_young_responses_are_begun_again_with_new_weights_once(config):
+def test_responses_that_are_begun_again_are_drawn_with_the_new_weights_alone(config):
     actor, rollout, whole = actor_and_rollout_that_ends_early(config)
     lengths = response_lengths(whole)
-    rollout.submit_prompts(prompts()[:1], [0])
-    assert rollout.advance_sequences(1) == [None]
-    rollout.submit_prompts(prompts()[1:], [0])
+    steps = StepByStep(rollout.workers[0].engine_thread)
+    first = rollout.generate_sequences.remote(prompts()[:1])
+    steps.wait_for(3)
+    steps.advance(1)
+    second = rollout.generate_sequences.remote(prompts()[1:])
+    steps.wait_for(3)
     assert min(lengths[3:]) == 2 < max(lengths[3:]) and max(lengths[:3]) > 3, "one of 0-1 ends before it is forgotten"
-    assert rollout.advance_sequences(2) == [None]
-    rollout.load_weights(actor.export_weights(version=4), version=4)  # of equal values
-    assert any("0-1" in name for name in rollout.workers[0].completions)
-    assert rollout.restart_sequences(3) == [["0-1"]]
-    assert not any("0-1" in name for name in rollout.workers[0].completions), "they would count as the new ones"
-    assert rollout.restart_sequences(3) == [[]]
-    (rows,) = rollout.advance_sequences(RESPONSE)
+    steps.advance(2)
+    assert set(rollout.caller.ages().values()) == {2, 3}
+    rollout.load_weights(actor.export_weights(version=4), version=4, drain=False)  # of equal values
+    assert next(second.stream()) and second.call.completions
+    second.call.begin_again()
+    assert not second.call.completions, "they would count as the new ones"
+    steps.wait_for(3)
+    steps.advance(RESPONSE)
+    told = [request.index for part in second.stream() for request, _ in part]
+    assert sorted(told) == [0, 1, 2], "each once"
+    rows = DataProto.concat([call.get(timeout=60).select(meta_info_keys=[]) for call in (first, second)])
     assert deep_equal(rows.batch["responses"], whole.batch["responses"])
     spans = [((3, 0, length),) if length <= 3 else ((3, 0, 3), (4, 3, length)) for length in lengths[:3]]
     spans += [((4, 0, length),) for length in lengths[3:]]
     assert rows.non_tensor_batch["policy_version"].tolist() == spans
+
+
+class OwnRollout(RolloutWorker):
+    """Generates on the ranks."""
+
+    def generate_sequences(self, prompts):
+        return (yield from super().generate_sequences(prompts))
+
+
+@pytest.mark.parametrize("worker_class", [RolloutWorker, OwnRollout])
+def test_nothing_is_told_of_padding_rows(config, worker_class):
+    _, rollout, whole = actor_and_rollout_that_ends_early(config, worker_class)
+    assert (rollout.generate_sequences.call_fn is None) == (worker_class is OwnRollout)
+    is_pad = DataProto.from_dict(tensors={"is_pad": torch.tensor([False, True])})
+    generation = rollout.generate_sequences.remote(prompts().union(is_pad))
+    told = sorted((request.uid, request.index) for part in generation.stream() for request, _ in part)
+    assert told == [("0-0", 0), ("0-0", 1), ("0-0", 2)]
+    assert deep_equal(generation.get().batch["responses"], whole.batch["responses"])
+
+
+def test_a_rank_that_is_not_collected_draws_the_same_and_tells_and_keeps_nothing(config):
+    actor, rollout, whole = actor_and_rollout_that_ends_early(config)
+    (worker,) = rollout.workers
+    thread, engine = worker.engine_thread, worker.rollout
+    engine.agreed = lambda _: thread._num_ready(engine)  # as if the first rank were asked for the same
+    engine.is_collect = False  # as all but the first rank of a replica
+    generation = worker.generate_sequences(prompts())
+    with pytest.raises(StopIteration) as end:
+        next(generation)
+    assert deep_equal(end.value.value.batch["responses"], whole.batch["responses"])
+    rollout.submit_requests(engine.rules().requests_of(prompts(), "a call"))
+    rollout.load_weights(actor.export_weights(version=4), version=4)  # after the last one has ended
+    assert rollout.collect_completions(0.0)[0].unpacked() == {} and not thread._ended
 
 
 def test_exporting_leaves_the_actor_as_it_is(config):
@@ -150,11 +193,8 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
         RolloutWorker: {
             "generate_sequences",
             "draw_greedily",
-            "submit_prompts",
-            "advance_sequences",
-            "restart_sequences",
-            "load_weights",
-            "sleep",
+            *("request_rules", "submit_requests", "collect_completions", "abort_requests", "request_ages"),
+            *("load_weights", "sleep", "wake"),
         },
     }
     assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)  # the base has verl's name

@@ -108,6 +108,7 @@ def measure(config: PPOConfig, device: Device) -> str:
     if settings.free_cache_engine:
         engine._sleep()
     with device.phase("rollout load") as of_load:
+        engine.wake()
         engine._load([weights_of(policy.model, settings.dtype)], 1)
         of_load |= parts_of(engine)
     with device.phase("rollout generation") as of_generation:

@@ -15,6 +15,7 @@ from verl_like.single_controller.dispatch import (  # here as well, as in verl
 )
 
 _SPEC_ATTRIBUTE = "_verl_like_method_spec"
+_FUNCTION_ATTRIBUTE = "_verl_like_registered"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -38,6 +39,8 @@ class MethodSpec:
     """The method is a generator: what it yields reaches the caller while it runs."""
     jagged: bool = False
     """The method takes and returns jagged columns; otherwise padded ones, in verl's layout."""
+    is_recorded: bool = True
+    """Finished calls are reported for the timeline."""
 
     @property
     def read_columns(self) -> tuple[str, ...] | None:
@@ -58,6 +61,7 @@ def register(
     reads: Sequence[str] | None = None,
     writes: Sequence[str] | None = None,
     jagged: bool = False,
+    is_recorded: bool = True,
 ) -> Callable[[_Method], _Method]:
     """Make a worker's method callable on its group; works for `def` and `async def`.
 
@@ -75,6 +79,7 @@ def register(
         jagged: the method takes batches without padding, with jagged `prompts`, `responses` and columns by response
             token, and returns such columns. Otherwise it gets and returns padded ones in verl's layout, with
             `input_ids`, `attention_mask` and `position_ids` (docs/columns.md).
+        is_recorded: whether its calls stand in the timeline of the run.
     """
     mode = dispatch_mode
     if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):
@@ -102,8 +107,10 @@ def register(
             writes=_as_names("writes", method, writes),
             streams=inspect.isgeneratorfunction(method),
             jagged=jagged,
+            is_recorded=is_recorded,
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
+        setattr(method, _FUNCTION_ATTRIBUTE, method)  # functools.wraps copies attributes to another function
         return method
 
     return decorate
@@ -117,6 +124,11 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
             if hasattr(attribute, _SPEC_ATTRIBUTE):
                 specs[name] = getattr(attribute, _SPEC_ATTRIBUTE)
     return specs
+
+
+def is_registered(method: Callable[..., Any]) -> bool:
+    """Whether this very function was registered; an override without `@register` of its own was not."""
+    return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
 
 
 def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:

@@ -53,12 +53,18 @@ class DispatchMode:
 
     `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the ranks that hold it,
     and makes the future of a call a DataProtoFuture. In other modes all ranks are collected.
+
+    `call_fn(method, *args, **kwargs)` is set for modes that make a call out of other calls, or prepare it: it returns
+    the future. `method` is the group's; `method.send` runs it on the ranks. It is not asked where a subclass has a
+    method of its own in the place of the registered one, nor for a batch that is Ordered or the future of one: there
+    the method runs on the ranks.
     """
 
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     collect_ranks: Callable[[WorkerGroupLike], list[int]] | None = None
+    call_fn: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

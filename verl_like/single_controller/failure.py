@@ -24,6 +24,16 @@ class WorkerError(RuntimeError):
         last_line = self.cause.rstrip().rsplit("\n", 1)[-1]
         return f"{self.where()} failed in {self.method}{self.reason()}: {last_line}"
 
+    def in_method(self, method: str) -> "WorkerError":
+        """The same failure, named after the method that the failed one was a part of."""
+        make, arguments = self.__reduce__()
+        place, (_, *rest) = arguments[:4], arguments[4:]
+        renamed = make(*place, method, *rest)
+        renamed.__cause__ = self.__cause__
+        for note in getattr(self, "__notes__", ()):
+            renamed.add_note(note)
+        return renamed
+
     def reason(self) -> str:
         return f" for want of {self.shortage.memory} memory" if self.shortage else ""
 

@@ -53,6 +53,10 @@ class Worker:
     def init_model(self) -> None:
         """Loads what the worker computes with, before its other methods are called; nothing where it is inherited."""
 
+    def close(self) -> None:
+        """Ends what the worker has started in its process, such as threads; a process of its own ends with them."""
+        return
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_dispatch_collect_info(self, mesh_name: str) -> tuple[int, bool]:
         """This rank's (dp_rank, is_collect) in a mesh."""

@@ -3,6 +3,7 @@
 import abc
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller import shard
-from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
+from verl_like.single_controller.decorator import MethodSpec, check_reads, is_registered, registered_methods
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode, Mesh, PerRank, all_ranks
 from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
 from verl_like.single_controller.worker import Worker
@@ -60,9 +61,17 @@ class WorkerGroupFacts:
 class WorkerGroup(abc.ABC):
     """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)` call the ranks."""
 
+    deadline_s: float = math.inf
+    """How long a call may take, in seconds."""
+    runs_at_once: bool = False
+    """A call runs in the thread that submits it, and others wait meanwhile."""
+
     def __init__(self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None) -> None:
         self.role, self.world_size, self.pool, self.on_call = role, world_size, pool, on_call
         self._meshes: dict[str, Mesh] = {}
+        self._unrecorded: set[str] = set()
+        self.caller: Any = None
+        """What a dispatch mode's `call_fn` keeps of this group, such as the router of its requests."""
         if worker_cls is None:  # several roles, before spawn()
             return
         if not issubclass(worker_cls, Worker):
@@ -71,6 +80,8 @@ class WorkerGroup(abc.ABC):
             if hasattr(self, name):
                 raise ValueError(f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: rename it")
             setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
+            if not spec.is_recorded:
+                self._unrecorded.add(name)
 
     def __getattr__(self, name: str) -> "BoundMethod":
         # Registered methods are attributes; this is called for names that are none.
@@ -92,6 +103,13 @@ class WorkerGroup(abc.ABC):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Stop the ranks; the group is of no use afterwards."""
+
+    def look_for_stopped(self, method: str) -> None:
+        """Raises WorkerStopped if a process of the driver's groups is found stopped, such as by SIGSTOP.
+
+        For a caller that waits for `method` without a call of its own, every `LOOK_S` seconds.
+        """
+        return  # a backend without processes has nothing to look for
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a registered method by its name on every rank, whatever its dispatch mode: arguments as in
@@ -144,7 +162,7 @@ class WorkerGroup(abc.ABC):
 
     def report(self, method: str, rank: int, header: CallHeader) -> None:
         """Report a finished call of one rank to `on_call`."""
-        if self.on_call is not None:
+        if self.on_call is not None and method not in self._unrecorded:
             self.on_call(CallEvent(self.pool, self.role, method, rank, header.started, header.finished))
 
 
@@ -162,8 +180,16 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call and return its future."""
-        group, spec = self.group, self.spec
         self._signature.bind(None, *args, **kwargs)
+        is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in (*args, *kwargs.values()))
+        if self.call_fn is not None and is_plain:
+            self._check((*args, *kwargs.values()))
+            return self.call_fn(self, *args, **kwargs)
+        return self.send(*args, **kwargs)
+
+    def send(self, *args: Any, **kwargs: Any) -> Future:
+        """Submit the call to the ranks, and return its future."""
+        group, spec = self.group, self.spec
         order = self._check((*args, *kwargs.values()))
         args, kwargs = tuple(self._selected(v) for v in args), {k: self._selected(v) for k, v in kwargs.items()}
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
@@ -180,6 +206,11 @@ class BoundMethod:
             return DataProtoFuture(group.submit(spec, calls, mode.collect_ranks(group)), collect, order)
         ranks = [0] if mode is Dispatch.RANK_ZERO else all_ranks(group)
         return Future(group.submit(spec, calls, ranks), collect)
+
+    @property
+    def call_fn(self) -> Callable[..., Future] | None:
+        """What makes the call out of other calls, where that is not left to the ranks: see DispatchMode."""
+        return self.spec.dispatch_mode.call_fn if is_registered(self.method) else None
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
         """Raise ValueError for batches that the method cannot take. Returns the order of the first Ordered batch, which

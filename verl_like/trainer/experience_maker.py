@@ -202,10 +202,11 @@ class ExperienceMaker:
         scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
         return batch, scores_B, merge_metrics([generated.metrics, scoring_metrics])
 
-    def load_weights(self, weights: Weights, checks_first: bool = True) -> None:
+    def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Takes weights to the rollout engines, which check them against the actor's fingerprint.
 
-        With `checks_first` they keep what they have where something else came: see `RolloutEngine.load_weights`.
+        With `checks_first` they keep what they have where something else came: see `RolloutEngine.load_weights`. With
+        `drain` responses that are unfinished end before, and without it they go on with the new weights.
         """
         rollout = self.groups[Role.Rollout]
         sent = None
@@ -214,6 +215,7 @@ class ExperienceMaker:
             sent = send(rollout.world_size)
         options: dict[str, Any] = {} if checks_first else {"checks_first": False}
         options |= {"address": weights.address} if weights.address else {}
+        options |= {} if drain else {"drain": False}
         rollout.load_weights(weights.exported, version=weights.version, **options)
         if sent:
             sent.get()

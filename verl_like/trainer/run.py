@@ -22,6 +22,7 @@ from verl_like.trainer.run_recorder import RunRecorder, UnknownMetric
 from verl_like.trainer.run_state import RecordState
 from verl_like.trainer.tracking import require_trackers
 from verl_like.trainer.worker_template import WorkerTemplate
+from verl_like.workers.rollout.router import close_routers
 
 
 def run(
@@ -108,6 +109,7 @@ def train(
             recorder.close(outcome)
         except OSError as error:
             say(recorder.redacted(f"{outcome} The report is not written: {error}."))
+        close_routers()
         end_ray(keep_logs=has_failed)
         handle_signals(signal.default_int_handler)
 

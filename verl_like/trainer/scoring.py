@@ -20,7 +20,7 @@ from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.roles import Role
 from verl_like.workers.config.roles import RewardModelConfig
-from verl_like.workers.rollout import FinishedSample
+from verl_like.workers.rollout import FinishedRequest
 
 _PAUSE_S = 0.01
 RULE_COLUMNS = {"rule_scores": 1.0}
@@ -218,9 +218,13 @@ class PendingScores:
         self.mask: torch.Tensor | None = None
         """`response_mask` of the batch, jagged."""
 
-    def add(self, finished: Sequence[FinishedSample]) -> None:
+    def add(self, finished: Sequence[FinishedRequest]) -> None:
         """Starts scoring responses that are complete while others are still being generated."""
-        early = {self.slots[s.uid, s.index]: list(s.token_ids) for s in finished if (s.uid, s.index) in self.slots}
+        early = {
+            self.slots[request.uid, request.index]: np.asarray(completion.token_ids).tolist()
+            for request, completion in finished
+            if (request.uid, request.index) in self.slots
+        }
         self.num_early += len(early)
         self._submit(early)
 

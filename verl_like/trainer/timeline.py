@@ -1,6 +1,7 @@
 """What ran when: every worker call of the run, and the seconds of each phase of a step."""
 
 import json
+import threading
 from collections import defaultdict
 from typing import Any, TextIO
 
@@ -15,6 +16,7 @@ class Timeline:
     def __init__(self, file: TextIO, display: Display) -> None:
         self.file, self.display = file, display
         self.stage_of_method = {method: i for i, methods in enumerate(display.stages) for method in methods}
+        self.recording = threading.Lock()  # threads of the driver report calls
         self.step = 0
         self.is_validating = False
         self.rows: list[dict[str, Any]] = []  # of the present step, as they are in the file
@@ -27,8 +29,9 @@ class Timeline:
         # The process of its pool that ran the call: roles that train share theirs.
         process = f"{self.display.process_of_role.get(event.role, 'training')} {event.rank}"
         row = {"step": self.step, "is_validating": self.is_validating, "process": process} | vars(event)
-        self.file.write(json.dumps(row) + "\n")
-        self.rows.append(row)
+        with self.recording:
+            self.file.write(json.dumps(row) + "\n")
+            self.rows.append(row)
 
     def last_steps(self) -> list[list[dict[str, Any]]]:
         """The rows of up to three training steps: the last ones that neither validated nor saved, or just the last."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +13,21 @@ from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.worker import rank_environment, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
 
+_CLOSING_S = 5.0
+_RUNNING = threading.RLock()
+"""Held while a call runs, because its rank is in the environment of this process."""
+
 
 class LocalWorkerGroup(WorkerGroup):
-    """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
+    """The ranks are objects in this process. A call runs when it is submitted, rank after rank. Where several threads
+    submit calls, of whatever groups, one runs at a time.
 
     Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The method's own
     exception is the `__cause__` of the WorkerError. A call that is given the future of a failed call raises its error
     at once.
     """
+
+    runs_at_once = True
 
     def __init__(
         self,
@@ -35,7 +43,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.workers: list[Any] = []
         for rank in range(world_size):
-            with self._environment(rank):
+            with _RUNNING, self._environment(rank):
                 self.workers.append(ray_cls_with_init())
 
     def put(self, data: DataProto) -> Part:
@@ -49,7 +57,7 @@ class LocalWorkerGroup(WorkerGroup):
         results: list[tuple[CallHeader, Any]] = []
         for rank, (args, kwargs) in enumerate(calls):
             try:
-                with self._environment(rank):
+                with _RUNNING, self._environment(rank):
                     *items, header, payload = self._invoker.run(
                         self.role, self.workers[rank], spec.name, args, kwargs, list
                     )
@@ -61,6 +69,10 @@ class LocalWorkerGroup(WorkerGroup):
         return LocalCall(yielded, [Part(*results[rank]) for rank in collect_ranks], None)
 
     def shutdown(self) -> None:
+        if self.caller is not None:
+            self.caller.close(_CLOSING_S)
+        for worker in self.workers:
+            worker.close()
         self.workers.clear()
         self._port_socket.close()
 

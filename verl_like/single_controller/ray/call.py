@@ -1,6 +1,7 @@
 """Calls in flight on the Ray backend, and the record of those that were not reported as finished yet."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,28 +26,36 @@ class UnreportedCalls:
     def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
         self.role, self.report = role, report
         self._calls: dict[Any, tuple[str, int]] = {}  # header reference -> (method, rank)
+        self._changing = threading.RLock()  # threads of the driver call the same group
         self.waited_for: set[Any] = set()  # headers; a failure is raised by the wait, so it is not logged
 
     def add(self, method: str, headers: Sequence[Any]) -> None:
-        self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}
+        with self._changing:
+            self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}
+
+    def wait_for(self, headers: Sequence[Any]) -> None:
+        """Somebody waits for these calls."""
+        with self._changing:
+            self.waited_for.update(headers)
 
     def report_finished(self, known: dict[Any, CallHeader]) -> None:
         """Report the calls that have finished, also those whose futures nobody waits for; `known` headers are not
         fetched again."""
-        for reference, header in known.items():
-            self._report(reference, header)
-        waiting = list(self._calls)
-        for reference in ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
-            try:
-                self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
-            except RayError as error:
-                method, _ = self._calls.pop(reference, ("", 0))  # another thread may have reported it
-                if method and reference not in self.waited_for:
-                    _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
-        self.waited_for &= self._calls.keys()
+        with self._changing:
+            for reference, header in known.items():
+                self._report(reference, header)
+            waiting = list(self._calls)
+            for reference in ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
+                try:
+                    self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
+                except RayError as error:
+                    method, _ = self._calls.pop(reference)
+                    if reference not in self.waited_for:
+                        _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
+            self.waited_for &= self._calls.keys()
 
     def _report(self, reference: Any, header: CallHeader) -> None:
-        if call := self._calls.pop(reference, None):  # once, of whatever thread
+        if call := self._calls.pop(reference, None):
             self.report(*call, header)
 
 
@@ -79,7 +88,7 @@ class RayCall(_CallOnRanks):
     def _wait(self, timeout: float, collected: list[Any]) -> list[Any]:
         """The values of the references `collected`, after every rank has finished."""
         deadline = time.monotonic() + timeout
-        self.unreported.waited_for.update(self.headers)
+        self.unreported.wait_for(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
         try:
             values = self.processes.wait(self.headers, self.role, self.method, deadline - time.monotonic(), collected)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class NodeWatch:
 
     def __init__(self, own_node: str) -> None:
         self.own_node, self.own_agent = own_node, NodeAgent()
+        self.looking = threading.RLock()
         self.agents: dict[str, Any] = {}
         """Actor handles, by node id."""
         self.asked: dict[str, Any] = {}
@@ -74,8 +76,12 @@ class NodeWatch:
     def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
         """Kills those of the workers that are stopped, as they were one look before, and says what was found.
 
-        One look alone may see a job that is just being continued.
+        One look alone may see a job that is just being continued. Threads that look at the same time look in turn.
         """
+        with self.looking:
+            return self._end_stopped(places)
+
+    def _end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
         pids: dict[str, list[int]] = {}
         for place in places:
             pids.setdefault(place.node_id, []).append(place.pid)
@@ -132,10 +138,11 @@ class NodeWatch:
 
         The table is of the last look if the process was there then, and else of now.
         """
-        look = self.look({node: []}).get(node) if node in self.num_oom_kills else None
-        if look is None or look.num_oom_kills == self.num_oom_kills[node]:
-            return None
-        self.num_oom_kills[node] = look.num_oom_kills
+        with self.looking:
+            look = self.look({node: []}).get(node) if node in self.num_oom_kills else None
+            if look is None or look.num_oom_kills == self.num_oom_kills[node]:
+                return None
+            self.num_oom_kills[node] = look.num_oom_kills
         last_memory = self.memory.get(node, "")
         was_there = f"pid {pid} " in last_memory
         return Shortage("host", last_memory if was_there else look.memory)

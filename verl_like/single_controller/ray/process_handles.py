@@ -46,6 +46,7 @@ class ProcessHandles:
         self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
+        self.stopping = threading.Lock()
         """Held while a call is submitted: all ranks get the calls of several threads in one order."""
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
@@ -143,9 +144,10 @@ class ProcessHandles:
     def stop(self, reason: Exception) -> None:
         """Kill every process of the group."""
         _RUNNING.discard(self)
-        if self.stopped is not None:
-            return
-        self.stopped = reason
+        with self.stopping:
+            if self.stopped is not None:
+                return
+            self.stopped = reason
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         self.pool.give_back(self.bundles)

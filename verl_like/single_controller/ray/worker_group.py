@@ -114,6 +114,9 @@ class RayWorkerGroup(WorkerGroup):
         call = (self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
         return RayStream(references, *call) if spec.streams else RayCall(references, *call)
 
+    def look_for_stopped(self, method: str) -> None:
+        self.processes.end_stopped(method)
+
     def report_finished_calls(self) -> None:
         self._unreported.report_finished({})
 

@@ -35,13 +35,19 @@ from verl_like.secret_values import (
     without_secret_variables,
 )
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.config.presets import aggregation_of_loss, float_of_device, half_cluster, whole_cluster
+from verl_like.trainer.config.presets import (
+    aggregation_of_loss,
+    default_routing,
+    float_of_device,
+    half_cluster,
+    whole_cluster,
+)
 from verl_like.trainer.config.run_config import RunConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
 Schema = TypeVar("Schema", bound=RunConfig)
 
-for resolver in (whole_cluster, half_cluster, float_of_device, aggregation_of_loss):
+for resolver in (whole_cluster, half_cluster, float_of_device, aggregation_of_loss, default_routing):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
@@ -151,8 +157,9 @@ def default_tree(model: Any) -> dict[str, Any]:
         elif _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
-            followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), "???")
-            tree[name] = followed if field.is_required() else field.default
+            followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), None)
+            default = "???" if field.is_required() else field.default
+            tree[name] = default if followed is None else followed
     return tree
 
 

@@ -1,6 +1,8 @@
 """Values that follow other keys, such as `${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.trainer.config.errors import ConfigError
@@ -40,6 +42,12 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
 def float_of_device(device: str) -> str:
     """The data type in which a device computes by default."""
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def default_routing(device: str, max_staleness: int, *, _root_: Mapping[str, Any]) -> str:
+    """`rollout.routing`: fixed on a CPU, unless makers may be ahead. `_root_` is the whole configuration."""
+    is_ahead = "detached" in _root_ and max_staleness != 0
+    return "fixed" if device == "cpu" and not is_ahead else "least_loaded"
 
 
 def aggregation_of_loss(loss_mode: str) -> str:

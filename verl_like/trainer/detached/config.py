@@ -217,8 +217,14 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
                 f"{key}={name} compares the rows of a batch, and with detached.update_in_flight=true a maker has only "
                 "the few that ended together; set it to false, or take one that compares the responses to a prompt"
             )
-    if detached.update_in_flight and config.actor_rollout_ref.rollout.name == "vllm_async":
+    if detached.restart_below and config.actor_rollout_ref.rollout.name == "vllm_async":
         yield (
-            "actor_rollout_ref.rollout.name=vllm_async has no steps of a token, between which "
-            "detached.update_in_flight=true looks for newer weights; set vllm"
+            f"detached.restart_below={detached.restart_below} counts steps of the engine, and those of "
+            "actor_rollout_ref.rollout.name=vllm_async are no tokens; set rollout.name=vllm, or restart_below=0"
+        )
+    if detached.update_in_flight and config.actor_rollout_ref.rollout.routing == "fixed":
+        yield (
+            "actor_rollout_ref.rollout.routing=fixed divides the prompts of a call, and with "
+            "detached.update_in_flight=true a call has one prompt, which the first engine would get each time; set "
+            "least_loaded"
         )

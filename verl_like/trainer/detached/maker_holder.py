@@ -3,9 +3,9 @@
 import contextlib
 import inspect
 import itertools
+import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import engine_check
 from verl_like.trainer.detached.config import TRAINED, DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
@@ -44,11 +45,9 @@ from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
+from verl_like.workers.rollout.router import ResponsesFuture, router_of
 from verl_like.workers.weight_sync import StaleWeightsError
 
-STEPS_BETWEEN_UPDATES = 16
-"""Tokens of each response between two looks for what has ended and for newer weights; a look is a call of the workers,
-a few milliseconds."""
 LOAD_TRIES = 3
 """Of the newest weights, where newer ones overwrite them meanwhile."""
 
@@ -67,14 +66,38 @@ def maker_models(
     return own
 
 
-def check_maker(config: DetachedConfig, maker: type[ExperienceMaker]) -> None:
-    """Raises ValueError for a plugin's maker of which a method would not be called."""
+def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: WorkerGroup) -> None:
+    """Raises ValueError for a plugin's maker, or rollout worker, of which a method would not be called."""
     own = [name for name in ("make", "begin") if getattr(maker, name) is not getattr(ExperienceMaker, name)]
     if own and config.detached.update_in_flight:
         raise ValueError(
             f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which detached.update_in_flight=true "
             "does not call, since it has the responses generated itself; set it to false"
         )
+    if config.detached.update_in_flight and rollout.generate_sequences.call_fn is None:
+        raise ValueError(
+            f"the worker of {rollout.role} has its own generate_sequences, which detached.update_in_flight=true does "
+            "not call, since it sends requests; set it to false"
+        )
+
+
+@dataclass
+class InFlight:
+    """A prompt (1,) whose n responses are generated."""
+
+    ticket: Ticket
+    prompt: DataProto
+    responses: ResponsesFuture
+    is_renewed: bool = False
+    """They were begun again."""
+
+    def age(self, ages: Mapping[str, int]) -> float:
+        """Steps of the engine since the first of them was begun, infinite for a group that is not to be begun again.
+
+        `ages` has those of unfinished responses.
+        """
+        of_responses = [ages[name] for name in self.responses.call.requests if name in ages]
+        return math.inf if self.is_renewed else max(of_responses, default=math.inf)
 
 
 @dataclass
@@ -135,10 +158,8 @@ class ExperienceMakerHolder(Side):
         self.is_compared = False
         """Whether the engines were compared with the first trainer's actor."""
         self.has_pushed = threading.Condition()
-        self.in_flight: dict[str, tuple[Ticket, DataProto, int]] = {}
-        """Ticket, prompt (1,) and replica of what is generated, with `detached.update_in_flight`; by uid."""
-        self.ended: tuple[list[Ticket], DataProto, DataProto] | None = None
-        """Of some of these that have ended since: tickets, prompts (B,) and what was generated (B * n,)."""
+        self.in_flight: dict[str, InFlight] = {}
+        """What is generated with `detached.update_in_flight`, by uid."""
         self.sent: dict[Any, str] = {}
         """The trainer that experience is on its way to, by the reference to its answer."""
 
@@ -151,7 +172,7 @@ class ExperienceMakerHolder(Side):
         self.run = get_maker_driver().of(inputs, self.recorder, self.pools)
         self.run.groups = self.run.start_groups()
         self.run.maker = self.run.build_maker()
-        check_maker(self.config, type(self.run.maker))
+        check_maker(self.config, type(self.run.maker), self.run.groups[Role.Rollout])
         if (kl_coef := self.ledger.kl_coef()) is not None:
             self.run.maker.kl_controller.value = kl_coef
         self.recorder.show_placement(placement_rows(self.run.placement))
@@ -168,7 +189,7 @@ class ExperienceMakerHolder(Side):
         done, waiting_since = 0, time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
-        while self.in_flight or self.ended or num_steps is None or done < num_steps:
+        while self.in_flight or num_steps is None or done < num_steps:
             before = self.version
             self.load_newest_weights()
             if self.version > before and not self.is_compared:
@@ -176,7 +197,7 @@ class ExperienceMakerHolder(Side):
             if self.version > before and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
             limit = self.config.num_prompts_at_a_time - len(self.in_flight)
-            if (is_due := self.validation_is_due()) and not self.in_flight and not self.ended:
+            if (is_due := self.validation_is_due()) and not self.in_flight:
                 self.validate()
             elif is_due or (num_steps is not None and done >= num_steps):
                 limit = 0  # until what is in flight has ended and was sent
@@ -192,7 +213,7 @@ class ExperienceMakerHolder(Side):
                     with self.recorder.timer("making experience"):
                         experience = self.run.maker.make(prompts)
                     self.send(its_tickets, experience)
-            if self.in_flight or self.ended:
+            if self.in_flight:
                 done += self.advance()
             elif tickets:
                 done += 1
@@ -230,46 +251,40 @@ class ExperienceMakerHolder(Side):
         self.is_compared = True
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
-        """Has the responses to (B,) prompts generated beside those in flight, each prompt's where there are fewest."""
-        rollout = self.run.groups[Role.Rollout]
-        load = Counter(replica for _, _, replica in self.in_flight.values())
-        replicas = []
+        """Has the responses to (B,) prompts generated beside those in flight."""
+        router = router_of(self.run.groups[Role.Rollout])
         for row, (ticket, uid) in enumerate(zip(tickets, prompts.non_tensor_batch["uid"], strict=True)):
-            replica = min(range(rollout.mesh("rollout").dp_size), key=load.__getitem__)
-            load[replica] += 1
-            replicas.append(replica)
-            self.in_flight[uid] = (ticket, prompts.rows(row, row + 1), replica)
-        rollout.submit_prompts(prompts, replicas)
+            prompt = prompts.rows(row, row + 1)
+            self.in_flight[uid] = InFlight(ticket, prompt, router.call(prompt))
 
     def restart_young(self) -> None:
-        """Begins the youngest of the responses in flight again with the weights just loaded."""
-        restarted = self.run.groups[Role.Rollout].restart_sequences(self.config.detached.restart_below)
-        tickets = [self.in_flight[uid][0] for uid in {uid for uids in restarted for uid in uids}]
-        self.ledger.renew(self.name_in_ledger, [(each.number, each.attempt) for each in tickets], self.version)
+        """Begins the youngest of the responses in flight again with the weights just loaded, each once at most."""
+        ages = router_of(self.run.groups[Role.Rollout]).ages()
+        young = [group for group in self.in_flight.values() if group.age(ages) < self.config.detached.restart_below]
+        for group in young:
+            group.responses.call.begin_again()
+            group.is_renewed = True
+        tickets = [(group.ticket.number, group.ticket.attempt) for group in young]
+        self.ledger.renew(self.name_in_ledger, tickets, self.version)
 
     def advance(self) -> int:
-        """Goes on with the responses in flight, and meanwhile makes experience of those that ended before and sends it.
+        """Makes experience of the responses in flight that have ended, and sends it. Returns how often it made some.
 
-        Returns how often it made some.
+        The engine goes on meanwhile. Where none has ended, this waits for a moment.
         """
-        rollout, maker = self.run.groups[Role.Rollout], self.run.maker
+        router, maker = router_of(self.run.groups[Role.Rollout]), self.run.maker
         with self.recorder.timer("making experience"):
-            look = rollout.advance_sequences.remote(STEPS_BETWEEN_UPDATES)
-            if ended := self.ended:
-                tickets, prompts, generated = ended
-                generation = Future(LocalCall([], [Part(None, generated)], None), lambda outputs: outputs[0])
-                self.send(tickets, maker.complete(maker.sample(prompts, None, generation)))
-            parts = [part for part in look.get() if part is not None]
-        self.ended = None
-        if parts:
-            generated = concat_samples(parts)
-            first_rows = SampleRows.of(generated).first_rows[:: self.config.actor_rollout_ref.rollout.n]
-            uids = generated.non_tensor_batch["uid"][first_rows.numpy()]
-            groups = [self.in_flight.pop(uid) for uid in uids]
-            prompts = DataProto.concat([prompt.select(meta_info_keys=[]) for _, prompt, _ in groups])
-            prompts.meta_info = dict(groups[0][1].meta_info)
-            self.ended = [ticket for ticket, _, _ in groups], prompts, generated
-        return int(ended is not None)
+            router.wait_for_any([group.responses.call for group in self.in_flight.values()], POLL_S)
+            uids = [uid for uid, group in self.in_flight.items() if group.responses.done()]
+            if not uids:
+                return 0
+            ended = [self.in_flight.pop(uid) for uid in uids]
+            prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
+            prompts.meta_info = dict(ended[0].prompt.meta_info)
+            responses = concat_samples([group.responses.get() for group in ended])
+            generation = Future(LocalCall([], [Part(None, responses)], None), lambda outputs: outputs[0])
+            self.send([group.ticket for group in ended], maker.complete(maker.sample(prompts, None, generation)))
+        return 1
 
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
         """Sends the rows of each ticket to its trainer, while the next experience is made."""
@@ -340,7 +355,8 @@ class ExperienceMakerHolder(Side):
                 except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                     return
                 try:
-                    self.run.maker.load_weights(self.weights_of_actor(weights))
+                    drain = {"drain": False} if self.config.detached.update_in_flight else {}
+                    self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
                     for role in self.run.groups.keys() & set(TRAINED):
                         self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
                 except WorkerError as error:

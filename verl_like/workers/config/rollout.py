@@ -79,6 +79,14 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """How weights reach engines and copies: by Ray, in memory of the trainer's node, or by gloo, once to each node.
     nccl: from GPU to GPU, to engines on a pool of their own. ipc: on one GPU, to engines on the actor's pool. Neither
     was ever run."""
+    routing: Annotated[
+        Literal["fixed", "least_loaded"],
+        Follows("${default_routing:${trainer.device},${trainer.max_staleness}}"),
+    ] = "fixed"
+    """Which replica takes a request. fixed: each has an equal part of the prompts of a call, from its start.
+    least_loaded: they wait in one queue for the replica with most free places, so none stands idle while others work,
+    but a rounding may then differ from run to run. By default fixed on a CPU, unless makers of detached training may be
+    ahead, and least_loaded elsewhere."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """Keys and values of unfinished responses when new weights arrive: computed again with them, or kept."""
     val_kwargs: SamplingConfig = SamplingConfig()

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from verl_like.workers.rollout.base import FinishedSample, RolloutEngine
+from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.hf_engine import HfEngine
-from verl_like.workers.rollout.request import Completion, GenerationRequest, RolloutError, Sampling
+from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest, RolloutError, Sampling
 from verl_like.workers.rollout.vllm_async_engine import VllmAsyncEngine
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 

@@ -1,56 +1,49 @@
-"""What every rollout engine has in common: requests and batches in, checked responses out, verified weights."""
+"""What every rollout engine has in common: requests in, checked responses out, verified weights."""
 
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from verl_like.protocol import DataProto
+from verl_like.plugins import refuse_replaced
 from verl_like.workers.config.models import TrainedModelConfig
-from verl_like.workers.config.rollout import RolloutConfig
+from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
-from verl_like.workers.rollout.batch import assemble, is_real, prompt_tokens, prompt_uids
+from verl_like.workers.rollout.batch import RequestRules
 from verl_like.workers.rollout.request import (
     Completion,
     GenerationRequest,
     RolloutError,
     Sampling,
     check_completion,
-    request_seed,
 )
 from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, check_staged
 from verl_like.workers.weight_transfer.shared_memory import pin_pages
 
-# Legend: B prompts, n responses per prompt.
-
 CPU_NUM_SEQS = 256
 """Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
 
-_SECONDS_BETWEEN_PARTS = 0.05  # sending finished samples costs the engine well under a millisecond each time
 
-
-@dataclass(frozen=True)
-class FinishedSample:
-    """A response that is complete while others are still being generated."""
-
-    uid: str
-    """Of its prompt."""
-    index: int
-    """Among the n responses to the prompt."""
-    token_ids: Sequence[int]
+_REPLACED = {
+    "stream_sequences": "the driver makes requests of a batch; submit and step take these",
+    "requests_for": "requests of a batch follow from rules()",
+    "batch_of": "a batch is made of the completions that step returns, by assemble of verl_like.workers.rollout.batch",
+    "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
+}
 
 
 class RolloutEngine(ABC):
     """Generates responses with the trainer's weights; engines differ in how they sample and how they take weights.
 
-    Requests come one by one (`submit`, `step`, `abort`) or as a batch (`stream_sequences`), and weights at any time
-    between two steps, also while responses are unfinished. The tokens of a response do not depend on the way: they are
-    a function of its request and of the weights of each token, up to the rounding of the logits.
+    Requests come at any time between two steps, and so do weights, also while responses are unfinished. The tokens of a
+    response are a function of its request and of the weights of each token, up to the rounding of the logits.
+
+    An engine is made and used on one thread, see `EngineThread`.
 
     `tensor_model_parallel_size` consecutive ranks, which are constructed at the same time, make up one replica. They
     get the same calls in the same order and return the same responses; `dp_rank` numbers the replicas and `is_collect`
@@ -59,6 +52,10 @@ class RolloutEngine(ABC):
     An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has. Raises
     ValueError for a setting that does not fit, ModuleNotFoundError for a missing package; both say what to do.
     """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        refuse_replaced(cls, _REPLACED)
 
     def __init__(
         self, config: RolloutConfig, model: TrainedModelConfig, *, rank: int, world_size: int, seed: int, device: str
@@ -109,6 +106,9 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _fingerprints(self) -> dict[str, int]:
         """Fingerprints (see weight_sync.py) of the weights that the engine computes with, by Hugging Face name."""
+
+    def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do
+        """Takes back the memory of the weights that `_sleep` gave."""
 
     @abstractmethod
     def _sleep(self) -> None:
@@ -171,6 +171,15 @@ class RolloutEngine(ABC):
             check_completion(completion, f"The response to {name}", request.sampling, vocab_size=self._vocab_size)
         return finished
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are in flight and may be computed: the engine is not paused and has verified weights."""
+        return bool(self._in_flight) and not self._is_paused and self.policy_version is not None
+
+    def agreed(self, number: int) -> int:
+        """The number that the first rank of the replica gives, for which the others wait. All of them call it."""
+        return number
+
     def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
         """Steps until nothing is in flight; yields what ended in each step. RuntimeError while the engine is paused."""
         while self._in_flight:
@@ -201,81 +210,15 @@ class RolloutEngine(ABC):
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight; abort them before the engine sleeps.")
         self._sleep()
 
-    def stream_sequences(self, prompts: DataProto) -> Generator[list[FinishedSample], None, DataProto]:
-        """Draws responses for a batch of prompts; yields those that are finished while others are still drawn.
+    def wake(self) -> None:
+        """Takes back the memory of the weights that `sleep` gave. `load_weights` does so too, and brings the weights.
 
-        Returns B * n rows, the n responses of a prompt one after the other: the columns of `generate_sequences` in
-        docs/columns.md, log-probabilities under the distribution the tokens were drawn from (temperature, top-k,
-        top-p). Raises RuntimeError if requests are in flight, ValueError for a uid that two rows have or without
-        `global_steps` or `uid`, and what `submit` and `step` raise.
-
-        Args:
-            prompts: columns `prompts` (B, *) int64, jagged, and the
-                non-tensor column `uid`, which names the prompt in what is yielded, in errors and in the seeds; meta
-                `global_steps` (int), `validate` (bool, default False: sample as `rollout.val_kwargs` says) and `greedy`
-                (bool, default False: one response, the likeliest token each time). The other rows, their order and
-                the number of replicas do not matter. Nothing is yielded for padding rows (`is_pad`).
+        Raises ValueError if others hold that memory by now.
         """
-        if self._in_flight:
-            raise RuntimeError(f"{len(self._in_flight)} requests are in flight; let them end before a batch, or abort.")
-        requests = self.requests_for(prompts)
-        keys = {request.name: key for key, request in requests.items()}
-        is_told_B = is_real(prompts) & self.is_collect
-        uids = prompts.non_tensor_batch["uid"]
-        completions: dict[tuple[int, int], Completion] = {}
-        finished: list[FinishedSample] = []
-        last_yield = time.monotonic()
-        try:
-            self.submit(list(requests.values()))
-            for ended in self.stream():
-                for name, completion in ended:
-                    row, k = keys[name]
-                    completions[row, k] = completion
-                    if is_told_B[row]:
-                        finished.append(FinishedSample(str(uids[row]), k, completion.token_ids))
-                if finished and time.monotonic() - last_yield > _SECONDS_BETWEEN_PARTS:
-                    yield finished
-                    finished, last_yield = [], time.monotonic()
-        finally:  # a call that fails or is closed early leaves no request to the next one
-            self.abort(keys)
-        return self.batch_of(prompts, [completions[key] for key in requests])
-
-    def requests_for(self, prompts: DataProto) -> dict[tuple[int, int], GenerationRequest]:
-        """The requests of a batch of prompts, see `stream_sequences`, by the prompt's row and the response's number."""
-        if "global_steps" not in prompts.meta_info:
-            raise ValueError(
-                f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
-            )
-        validate = bool(prompts.meta_info.get("validate", False))
-        sampling, n = self._sampling(validate, greedy=bool(prompts.meta_info.get("greedy", False)))
-        step = int(prompts.meta_info["global_steps"])
-        token_lists = prompt_tokens(prompts)
-        return {
-            (row, k): GenerationRequest(
-                f"row {row} (uid {uid}), sample {k}",
-                token_lists[row],
-                request_seed(self.seed, step, validate, uid, k),
-                sampling,
-            )
-            for row, uid in enumerate(prompt_uids(prompts))
-            for k in range(n)
-        }
-
-    def greedy_requests(self, prompts: DataProto, num_tokens: int) -> list[GenerationRequest]:
-        """Requests for the likeliest tokens after each prompt: `num_tokens`, or as many as there is room for."""
-        max_tokens = min(num_tokens, self.config.response_length)
-        sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=())
-        return [
-            GenerationRequest(f"prompt {row}, drawn greedily", tokens, seed=0, sampling=sampling)
-            for row, tokens in enumerate(prompt_tokens(prompts))
-        ]
+        self._wake()
 
     def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
         """Drops what the engine keeps of prompts for later ones, unless requests are in flight."""
-
-    def batch_of(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-        """What `stream_sequences` returns for prompts, from the responses to each, one prompt after the other."""
-        return assemble(prompts, completions)
 
     def _require_weights(self) -> None:
         if self.policy_version is None:
@@ -304,25 +247,42 @@ class RolloutEngine(ABC):
         is_read_twice = is_written_by_trainer or (checks_first and not self.config.sends_directly)
         expected = check_staged(exports, version, self.device) if is_read_twice else check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
+        self._wake()
         self._load(exports, version)
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
         fingerprint = check_arrival(expected, self._fingerprints(), failure)
         self.policy_version = self._newest_version = version
         return fingerprint
 
-    def _sampling(self, validate: bool, greedy: bool) -> tuple[Sampling, int]:
-        """How responses are drawn, and how many to a prompt."""
-        source = self.config.val_kwargs if validate else self.config
-        n = 1 if greedy else source.n
-        greedy = greedy or source.temperature == 0
-        sampling = Sampling(
-            temperature=0.0 if greedy else source.temperature,
+    @property
+    def num_slots(self) -> int:
+        """Requests that it computes at once."""
+        return self.config.max_num_seqs or CPU_NUM_SEQS
+
+    def rules(self) -> RequestRules:
+        """How batches of prompts become requests."""
+        config, val_kwargs = self.config, self.config.val_kwargs
+        training = self._sampling(config)
+        return RequestRules(
+            seed=self.seed,
+            training=training,
+            num_samples=config.n,
+            validation=self._sampling(val_kwargs),
+            num_validation_samples=val_kwargs.n,
+            greedy=replace(training, temperature=0.0, top_k=-1, top_p=1.0),
+            routing=config.routing,
+            num_slots=self.num_slots,
+        )
+
+    def _sampling(self, source: SamplingConfig) -> Sampling:
+        greedy = source.temperature == 0
+        return Sampling(
+            temperature=source.temperature,
             top_k=-1 if greedy or source.top_k == 0 else source.top_k,
             top_p=1.0 if greedy else source.top_p,
             max_tokens=self.config.response_length,
             stop_token_ids=() if self.config.ignore_eos else self.eos_token_ids,
         )
-        return sampling, n
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tuple[int, ...], int]:

@@ -96,7 +96,7 @@ class HfEngine(RolloutEngine):
         self._batches: list[_Batch] = []
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self.model.to(self.device)  # from where `_sleep` left it
+        self._wake()  # its weights are still there
         self._waiting.extend(requests)
 
     def _has_work(self) -> bool:
@@ -156,7 +156,6 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
-        self.model.to(self.device)
         parameters, buffers = dict(trained_parameters(self.model)), dict(model_buffers(self.model))
         for name, tensor in iterate_weights(exports):
             if name in buffers:
@@ -170,6 +169,9 @@ class HfEngine(RolloutEngine):
     def _fingerprints(self) -> dict[str, int]:
         weights = [*trained_parameters(self.model), *model_buffers(self.model)]
         return read_fingerprints({name: fingerprint_sum(weight) for name, weight in weights})
+
+    def _wake(self) -> None:
+        self.model.to(self.device)
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine:

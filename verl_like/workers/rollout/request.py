@@ -1,7 +1,8 @@
 """A generation request, what comes of it, and the check of that."""
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,18 +38,66 @@ class GenerationRequest:
     seed: int
     """All randomness of the response."""
     sampling: Sampling
+    uid: str = ""
+    """Of its prompt in the batch."""
+    index: int = 0
+    """Among the responses to the prompt."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response: its tokens, the last of which may be a stop token, and their log-probabilities."""
+    """The response to a request: its tokens, the last of which may be a stop token, and their log-probabilities."""
 
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
+    token_ids: Sequence[int] | np.ndarray
+    log_probs: Sequence[float] | np.ndarray
     versions: tuple[VersionSpan, ...]
     """Spans that follow each other from the first token to the last."""
     num_cached_tokens: int = 0
     """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
+
+
+@dataclass(frozen=True)
+class PackedCompletions:
+    """Completions by the names of their requests, as they travel: N of them in a few arrays."""
+
+    names: list[str]
+    token_ids: np.ndarray
+    """(sum of lengths,) int64."""
+    log_probs: np.ndarray
+    """(sum of lengths,) float32."""
+    ends: np.ndarray
+    """(N,) int64, where each one ends in these."""
+    versions: list[tuple[VersionSpan, ...]]
+    num_cached_tokens: list[int]
+    num_left: int
+    """Requests that the rollout process still has."""
+
+    @classmethod
+    def of(cls, completions: Mapping[str, Completion], num_left: int) -> "PackedCompletions":
+        each = list(completions.values())
+        ends = np.cumsum([len(one.token_ids) for one in each], dtype=np.int64)
+        num_tokens = int(ends[-1]) if each else 0
+        token_ids = itertools.chain.from_iterable(one.token_ids for one in each)
+        log_probs = itertools.chain.from_iterable(one.log_probs for one in each)
+        return cls(
+            names=list(completions),
+            token_ids=np.fromiter(token_ids, np.int64, num_tokens),
+            log_probs=np.fromiter(log_probs, np.float32, num_tokens),
+            ends=ends,
+            versions=[one.versions for one in each],
+            num_cached_tokens=[one.num_cached_tokens for one in each],
+            num_left=num_left,
+        )
+
+    def unpacked(self) -> dict[str, Completion]:
+        """The completions, whose tokens and log-probabilities are views of the arrays."""
+        parts = np.split(self.token_ids, self.ends[:-1]), np.split(self.log_probs, self.ends[:-1])
+        columns = zip(*parts, self.versions, self.num_cached_tokens, strict=True) if self.names else ()
+        return {name: Completion(*values) for name, values in zip(self.names, columns, strict=True)}
+
+
+FinishedRequest = tuple[GenerationRequest, Completion]
+"""A request and its response, while others of the same batch may still be drawn."""
 
 
 def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:

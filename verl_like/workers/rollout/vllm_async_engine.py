@@ -14,8 +14,8 @@ from verl_like.workers.weight_sync import WeightExport
 
 _TIMEOUT_S = 1800.0
 """For an answer of the engine's process. That it died is noticed within a second."""
-_RESPONSE_TIMEOUT_S = 24 * 3600.0
-"""For the next response. The deadline of a worker's call is shorter, but there is none in the driver's process."""
+_STEP_S = 0.02
+"""How long a step waits for a response to end, before requests and weights are taken in again."""
 
 
 class _Calls:
@@ -36,22 +36,22 @@ class _Calls:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.wait(getattr(self.llm_engine, name)(*args, **kwargs), name)
 
-    def wait(self, answer: Coroutine[Any, Any, Any], what: str, limit_s: float = _TIMEOUT_S) -> Any:
+    def wait(self, answer: Coroutine[Any, Any, Any], what: str) -> Any:
         """Raises TimeoutError, or vLLM's EngineDeadError."""
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + _TIMEOUT_S
         while not future.done() and time.monotonic() < deadline:
             if self.llm_engine.errored:  # vLLM leaves calls without an answer then
                 raise self.llm_engine.dead_error
             concurrent.futures.wait([future], timeout=1.0)
         if not future.done():
             future.cancel()
-            raise TimeoutError(f"vLLM's engine process took more than {limit_s:g} s for {what}.")
+            raise TimeoutError(f"vLLM's engine process took more than {_TIMEOUT_S:g} s for {what}.")
         return future.result()
 
 
 class VllmAsyncEngine(VllmEngine):
-    """The engine computes from `submit` on, except while it is paused; `step` waits until a response ends."""
+    """The engine computes from `submit` on, except while it is paused; `step` waits a moment for responses to end."""
 
     llm: _Calls
 
@@ -75,10 +75,10 @@ class VllmAsyncEngine(VllmEngine):
 
     def _step(self) -> list[tuple[str, Completion]]:
         async def next_ended() -> list[str]:
-            await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(self._answers.values(), timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED)
             return [name for name, answer in self._answers.items() if answer.done()]
 
-        names = self.llm.wait(next_ended(), "the next response", _RESPONSE_TIMEOUT_S)
+        names = self.llm.wait(next_ended(), "the responses that have ended")
         return [(name, completion(self._answers.pop(name).result())) for name in names]
 
     def _has_work(self) -> bool:

@@ -37,7 +37,8 @@ class VllmEngine(RolloutEngine):
                 "vLLM makes this process's torch.distributed groups, but another role made them already; give the "
                 "rollout role processes of its own."
             )
-        self._asleep = False
+        self._has_no_weights = self._has_no_cache = False
+        """What the engine gave back when it went to sleep."""
         self._num_loads = 0
         self._adapter_name = ""
         self._has_joined = False
@@ -235,12 +236,22 @@ class VllmEngine(RolloutEngine):
     def forget_prompts(self) -> None:
         self.llm.reset_prefix_cache()
 
+    @property
+    def num_slots(self) -> int:
+        return self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+    def agreed(self, number: int) -> int:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if self.config.tensor_model_parallel_size == 1:
+            return number
+        group, told = get_tp_group(), torch.tensor(number)
+        dist.broadcast(told, src=group.first_rank, group=group.cpu_group)
+        return int(told)
+
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-        if self._asleep:
-            require_room(*torch.cuda.mem_get_info(), self._given_back)
-            self.llm.wake_up(tags=["weights"])
         if self.config.sends_directly and not self._has_joined:
             place = init_info(exports, self.rank - self.tp_rank, self.world_size)
             place["transport"] = self.config.weight_transport
@@ -255,9 +266,9 @@ class VllmEngine(RolloutEngine):
             self.llm.start_weight_update()
             self.llm.update_weights(WeightTransferUpdateRequest({"buckets": buckets}))
             self.llm.finish_weight_update(weight_version=str(version))
-        if self._asleep:
+        if self._has_no_cache:
             self.llm.wake_up()
-            self._asleep = False
+            self._has_no_cache = False
         self._num_loads += 1
         if self.config.kv_after_update == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -281,7 +292,13 @@ class VllmEngine(RolloutEngine):
             free_before, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=1 if self.model_config.lora_rank else 2)
             self._given_back = torch.cuda.mem_get_info()[0] - free_before
-            self._asleep = True
+            self._has_no_weights = self._has_no_cache = True
+
+    def _wake(self) -> None:
+        if self._has_no_weights:
+            require_room(*torch.cuda.mem_get_info(), self._given_back)
+            self.llm.wake_up(tags=["weights"])
+            self._has_no_weights = False
 
 
 def require_room(free: int, total: int, needed: int) -> None:
