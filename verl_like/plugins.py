@@ -20,9 +20,10 @@ def import_plugins(modules: Sequence[str]) -> None:
 
 
 def refuse_replaced(plugin: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError for a method of a plugin's class that nothing calls any more; `replaced` says what is there
-    instead."""
-    for name in replaced.keys() & vars(plugin).keys():
-        raise ValueError(
-            f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls any more: {replaced[name]}"
-        )
+    """Raises ValueError for a method of a plugin's class, or of one that it inherits from, that nothing calls any more;
+    `replaced` says what is there instead."""
+    for name, instead in replaced.items():
+        if hasattr(plugin, name):
+            raise ValueError(
+                f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls any more: {instead}"
+            )

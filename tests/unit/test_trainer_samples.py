@@ -163,8 +163,11 @@ def look(batch: DataProto) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_a_maker_whose_phase_writes_into_its_batch_is_refused_with_the_phase_that_takes_its_place(
     before: str, now: str
 ):
-    with pytest.raises(ValueError, match=rf"OldMaker has its own {before}, .*: override {now}\(scored\)"):
+    with pytest.raises(ValueError, match=rf"OldMaker has a method {before}, .*: override {now}\(scored\)"):
         type("OldMaker", (ExperienceMaker,), {before: lambda self, batch: None})
+    mixin = type("OldPhase", (), {before: lambda self, batch: None})
+    with pytest.raises(ValueError, match=rf"MixedMaker has a method {before}, "):
+        type("MixedMaker", (mixin, ExperienceMaker), {})
 
 
 def test_responses_as_a_tuple_are_refused_by_the_name_of_the_class_that_takes_its_place():

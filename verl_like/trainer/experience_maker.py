@@ -15,6 +15,7 @@ from verl_like.algorithms.masked import on_last_token
 from verl_like.algorithms.overlong_penalty import overlong_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
+from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.protocol.padded import padded, strip, view_of_samples, view_with
 from verl_like.protocol.samples import concat_samples, count_samples, select_samples
@@ -93,13 +94,16 @@ class Weights:
     """Where that actor waits for these processes."""
 
 
-EARLIER_PHASES = {
-    "compute_rewards": "reward",
-    "correct_rollout": "correct",
-    "compute_advantages": "estimate",
-    "narrow": "choose_tokens",
+_REPLACED = {
+    name: f"override {phase}(scored), read scored.batch, and return scored.with_columns(...), see docs/extending.md"
+    for name, phase in {
+        "compute_rewards": "reward",
+        "correct_rollout": "correct",
+        "compute_advantages": "estimate",
+        "narrow": "choose_tokens",
+    }.items()
 }
-"""Methods that wrote into their batch, and those that take their place."""
+"""Methods that wrote into their batch, and what takes their place."""
 
 
 @dataclass(kw_only=True)
@@ -123,16 +127,10 @@ class ExperienceMaker:
     timer: Callable[[str], AbstractContextManager[None]]
     """Measures a phase of the driver."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **arguments: Any) -> None:
         """Raises ValueError for a subclass with a phase of earlier versions, which nothing would call."""
-        super().__init_subclass__()
-        for name, present in EARLIER_PHASES.items():
-            if hasattr(cls, name):
-                raise ValueError(
-                    f"{cls.__name__} has its own {name}, which wrote into its batch and is not called any more: "
-                    f"override {present}(scored), read scored.batch, and return scored.with_columns(...), see "
-                    "docs/extending.md"
-                )
+        super().__init_subclass__(**arguments)
+        refuse_replaced(cls, _REPLACED)
 
     def make(self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None = None) -> Experience:
         """Makes experience of (B,) prompts with the present weights; meta `global_steps` seeds the sampling.
