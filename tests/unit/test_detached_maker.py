@@ -165,31 +165,6 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
     assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [order.batch(k) for k in range(3)]
 
 
-def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
-    config, rows = config_of("data.train_batch_size=12", "trainer.seed=3"), list(range(24))
-    inputs = PPOInputs(config, None, rows, [], {}, None, (), None)
-    side = SideRecorder("maker_0", node="")
-    own = {"pools": SimpleNamespace(), "cleanup": None, "recorder": side, "fingerprints": None}
-    holder = maker(config=config, model_fn=lambda config: {}, ledger=SimpleNamespace(kl_coef=lambda: 0.25), **own)
-    names = inspect.unwrap(type(holder).start).__globals__
-    monkeypatch.setitem(names, "check_inputs", lambda *_: inputs)
-    monkeypatch.setitem(names, "maker_models", lambda *_: {})
-    monkeypatch.setitem(names, "load_models", lambda *_: None)
-    built = object.__new__(ExperienceMaker)
-    built.kl_controller = SimpleNamespace(value=0.0)
-    monkeypatch.setattr(MakerDriver, "start_groups", lambda driver: {"rollout": driver})
-    monkeypatch.setattr(MakerDriver, "build_maker", lambda driver: built)
-    loader = holder.start()
-    assert type(holder.run) is MakerDriver and not isinstance(holder.run, TrainingLoop)
-    assert holder.run.groups == {"rollout": holder.run} and holder.run.recorder is side
-    assert holder.run.maker is built and built.kl_controller.value == 0.25
-    order = EpochSampler(24, 12, seed=3, shuffle=config.data.shuffle)
-    assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [order.batch(k) for k in range(3)]
-
-
 @pytest.mark.parametrize(
     ("version", "validated", "is_due"),
     [
