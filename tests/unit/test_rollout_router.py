@@ -165,11 +165,14 @@ def test_several_calls_are_drawn_at_once_and_each_gets_its_own_rows(
 
 def test_a_call_ends_though_one_before_it_has_not(make_group: MakeGroup, by_hand: Callable) -> None:
     group, batches = make_group(), [prompts(1, step=step, greedy=True) for step in (1, 2, 3)]
-    steps = StepByStep(group.workers[0].engine_thread)
+    first, second = (StepByStep(worker.engine_thread) for worker in group.workers)
     calls = [group.generate_sequences(batch) for batch in batches]  # of a response each, in turn to each replica
+    first.wait_for(2)
+    second.wait_for(1)
+    second.advance(RESPONSE)
     assert_same_rows(calls[1].get(), by_hand(batches[1]))
     assert [call.done() for call in calls] == [False, True, False]
-    steps.advance(RESPONSE)
+    first.advance(RESPONSE)
     for call, batch in zip(calls, batches, strict=True):
         assert_same_rows(call.get(), by_hand(batch))
 
