@@ -1,5 +1,6 @@
 """Requests for rollout engines, runs of them, and the log-probabilities of transformers to compare with."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -364,6 +365,13 @@ def load_and_die(engine: RolloutEngine, exports: list[WeightExport], num_loaded:
 def forget_fused_forms(engine: RolloutEngine) -> None:
     """From now on vLLM's model does not say which parameters it fuses."""
     engine.llm.apply_model(lambda model: setattr(model, "packed_modules_mapping", {}))
+
+
+def openmp_limit() -> int:
+    """How many threads a loop of the calling thread uses, asked of OpenMP: torch sets its own limit as it is asked."""
+    libraries = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
+    (library,) = [path for path in libraries if path.name.startswith(("libgomp", "libiomp")) and "torch" in str(path)]
+    return ctypes.CDLL(str(library)).omp_get_max_threads()
 
 
 def memory(name: str) -> int:

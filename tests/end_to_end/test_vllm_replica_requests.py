@@ -1,7 +1,6 @@
 """Requests and weights that reach two processes of a vLLM replica at different times; transformers is the reference."""
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from rollout_requests import assert_drawn_by, make_requests
+from rollout_requests import assert_drawn_by, make_requests, openmp_limit
 from test_vllm_rollout import DEADLINE_S, ModelAndFolder, export, rollout_settings, scaled
 
 from verl_like.single_controller.worker import reserve_port
@@ -31,17 +30,17 @@ STEPS_WITH_NEWS = 2, 5, 8, 11
 class ReplicaProcess:
     """A rank of a replica, whose engine has a thread as in a rollout worker. It notes what the engine does when."""
 
-    def build(self, path: str, rank: int, port: int) -> None:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    def build(self, path: str, rank: int, size: int, port: int) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(NUM_THREADS)
         self.log: list[tuple[int, str]] = []
         self.facts: dict[str, Any] = {}
         self.num_steps = 0
         self.rank = rank
-        config = RolloutConfig(**rollout_settings(tensor_model_parallel_size=2))
+        config = RolloutConfig(**rollout_settings(tensor_model_parallel_size=size))
         model = TrainedModelConfig(path=path)
-        place = {"rank": rank, "world_size": 2, "seed": 5, "device": "cpu"}
+        place = {"rank": rank, "world_size": size, "seed": 5, "device": "cpu"}
         self.thread = EngineThread(lambda: self.noting(get_rollout_engine("vllm")(config, model, **place)))
 
     def noting(self, engine: Any) -> Any:
@@ -51,10 +50,9 @@ class ReplicaProcess:
             self.num_steps += 1
             while self.rank == 0 and self.num_steps in STEPS_WITH_NEWS and not self.thread._commands:
                 time.sleep(0.001)
-            openmp = re.search(r"omp_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
             self.facts = {
                 "has_gradients": torch.is_grad_enabled(),
-                "threads": (torch.get_num_threads(), int(openmp[1]) if openmp else None),
+                "threads": (openmp_limit(), torch.get_num_threads()),
             }
             return step()
 
@@ -96,29 +94,32 @@ class ReplicaProcess:
 
 
 @pytest.fixture(scope="module")
-def replica(tiny_llama: Callable[..., ModelAndFolder]) -> Iterator[tuple[list[Any], ModelAndFolder]]:
+def processes(tiny_llama: Callable[..., ModelAndFolder]) -> Iterator[tuple[list[Any], ModelAndFolder]]:
+    """The two ranks of a replica, and an engine of one process."""
     model = tiny_llama(tie=True)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
     holder, port = reserve_port()
     env = {"PYTHONPATH": os.pathsep.join(["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")])}
-    ranks = [ReplicaProcess.options(runtime_env={"env_vars": env}).remote() for _ in range(2)]
-    ray.get([each.build.remote(model[0], rank, port) for rank, each in enumerate(ranks)], timeout=DEADLINE_S)
+    made = [ReplicaProcess.options(runtime_env={"env_vars": env}).remote() for _ in range(3)]
+    places = [(0, 2), (1, 2), (0, 1)]
+    built = [each.build.remote(model[0], *place, port) for each, place in zip(made, places, strict=True)]
+    ray.get(built, timeout=DEADLINE_S)
     holder.close()
-    yield ranks, model
+    yield made, model
     ray.shutdown()
 
 
 def test_both_ranks_take_the_same_requests_and_weights_between_the_same_steps(
-    replica: tuple[list[Any], ModelAndFolder],
+    processes: tuple[list[Any], ModelAndFolder],
 ) -> None:
-    ranks, (_, model) = replica
+    made, (_, model) = processes
     changed = scaled(model, 0.8)
     prompts = {name: [10 + place, 11, 12] for place, name in enumerate("abcd")}
     requests = {request.name: request for request in make_requests(prompts)}
     asked: list[Any] = []
 
     def ask(in_step: int, what: str, *args: Any, **options: Any) -> None:
-        asked.extend(each.ask.remote(in_step, what, *args, **options) for each in ranks)
+        asked.extend(each.ask.remote(in_step, what, *args, **options) for each in made)
 
     ask(0, "load_weights", export(model, 3), 3)
     ask(0, "submit", [requests["a"], requests["d"]])
@@ -127,18 +128,20 @@ def test_both_ranks_take_the_same_requests_and_weights_between_the_same_steps(
     ask(8, "submit", [requests["c"]])
     ask(11, "abort", ["d"])
     ray.get(asked, timeout=DEADLINE_S)
-    first, second = ray.get([each.completions.remote(list("abc")) for each in ranks], timeout=DEADLINE_S)
-
-    (log, facts), (other_log, other_facts) = ray.get([each.noted.remote() for each in ranks], timeout=DEADLINE_S)
-    assert log == other_log
+    drawn = ray.get([each.completions.remote(list("abc")) for each in made], timeout=DEADLINE_S)
+    noted = ray.get([each.noted.remote() for each in made], timeout=DEADLINE_S)
     expected = [(0, "weights 3"), (0, "a"), (0, "d"), (2, "b"), (5, "weights 5"), (8, "c"), (11, "no d")]
-    assert log == expected
     limits = {"has_gradients": False, "threads": (NUM_THREADS, NUM_THREADS)}
-    assert facts == other_facts == limits
+    assert noted == [(expected, limits)] * 3
 
+    first, second, alone = drawn
     for name in "abc":
-        assert list(first[name].token_ids) == list(second[name].token_ids)
+        assert list(first[name].token_ids) == list(second[name].token_ids) == list(alone[name].token_ids)
+        assert first[name].versions == second[name].versions == alone[name].versions
+        for other in (second, alone):
+            assert list(other[name].log_probs) == pytest.approx(list(first[name].log_probs), abs=1e-5)
         assert_drawn_by({3: model, 5: changed}, requests[name], first[name], kv="recompute")
-    assert {name: first[name].versions[0][0] for name in "abc"} == {"a": 3, "b": 3, "c": 5}
-    assert first["a"].versions == ((3, 0, 5), (5, 5, len(first["a"].token_ids)))
-    assert first["b"].versions == ((3, 0, 3), (5, 3, len(first["b"].token_ids)))
+    length = {name: len(completion.token_ids) for name, completion in first.items()}
+    assert first["a"].versions == ((3, 0, 5), (5, 5, length["a"]))
+    assert first["b"].versions == ((3, 0, 3), (5, 3, length["b"]))
+    assert first["c"].versions == ((5, 0, length["c"]),)

@@ -1,6 +1,5 @@
 """A rollout engine on a thread of its own, shown on the small reference engine, whose steps these tests let begin."""
 
-import ctypes
 import dataclasses
 import gc
 import queue
@@ -9,12 +8,11 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rollout_requests import SAMPLING, assert_drawn_by, make_requests, run
+from rollout_requests import SAMPLING, assert_drawn_by, make_requests, openmp_limit, run
 from test_rollout_requests import PROMPTS, export, make_engine, tokens
 from transformers import LlamaForCausalLM
 
@@ -196,13 +194,6 @@ def test_the_engine_is_made_and_called_on_a_thread_of_its_own(model: ModelAndFol
     assert len(threads) == 9
     (own,) = set.union(*threads.values())
     assert own is not threading.current_thread() and own.is_alive() and own.daemon
-
-
-def openmp_limit() -> int:
-    """The threads that loops of the calling thread use, asked of OpenMP; torch sets its own limit as it is asked."""
-    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    (library,) = [path for path in libraries if "/torch" in path and "omp" in Path(path).name]
-    return ctypes.CDLL(library).omp_get_max_threads()
 
 
 def test_the_makers_limit_of_cpu_threads_and_no_grad_hold_in_the_thread(model: ModelAndFolder) -> None:

@@ -4,11 +4,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from rollout_requests import StepByStep, generate_sequences
+from test_rollout_engine_thread import Gate, ask
 from tiny_worker_models import PROMPT, RESPONSE, local_group, make_batch, policy_config, write_model
 
 from verl_like.protocol import DataProto
@@ -393,6 +395,22 @@ def test_weights_come_after_the_responses_of_earlier_calls_and_before_those_of_l
         assert batch.non_tensor_batch["policy_version"].tolist() == [((version, 0, length),) for length in lengths]
 
 
+def test_weights_that_do_not_wait_come_between_two_tokens(make_group: MakeGroup, actor: LocalWorkerGroup) -> None:
+    group, exported, gate = make_group(num_replicas=1, num_slots=8), actor.export_weights(version=4).get(), Gate()
+    (worker,) = group.workers
+    gate.guard(worker.rollout)
+    call = group.generate_sequences(prompts(2))
+    gate.wait()
+    gate.steps(1)
+    loading = ask(worker.engine_thread, partial(group.load_weights, drain=False), exported, 4)
+    gate.open()
+    loading.result(LIMIT_S)
+    batch = call.get()
+    lengths = batch.batch["responses"].offsets().diff().tolist()
+    spans = [((3, 0, min(2, length)), (4, 2, length))[: 1 + (length > 2)] for length in lengths]  # the second had begun
+    assert max(lengths) > 2 and batch.non_tensor_batch["policy_version"].tolist() == spans
+
+
 def test_what_becomes_of_the_prompts_after_the_call_does_not_matter(make_group: MakeGroup, by_hand: Callable) -> None:
     group, batch, expected = make_group(), prompts(), by_hand(prompts())
     call = group.generate_sequences(batch)
@@ -444,6 +462,7 @@ def test_the_timeline_has_a_call_once_for_each_replica_that_drew(make_group: Mak
     other = group.generate_sequences(prompts(1, step=2))  # the second replica has no part in it
     for each in (other, call, call):
         each.get()
+        each.finish()
     ended = time.time()
     once = {"query_dispatch_collect_info", "request_rules"}  # before the first call
     calls = [event for event in events if event.method not in once]
