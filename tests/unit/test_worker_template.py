@@ -93,3 +93,13 @@ def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_wh
     assert worker_gone.returncode == 0
     subprocess.run([sys.executable, "-c", program], input="", env=env, check=False, capture_output=True, timeout=60)
     assert not left.exists()
+
+
+def test_what_is_imported_before_workers_are_forked_does_not_import_ray():
+    """A fork of a process that has Ray's library dies as it starts, and Ray starts another one, for ever."""
+    modules = [
+        f"verl_like.workers.{role}" for role in ("actor", "reference", "rollout_worker", "critic", "reward_model")
+    ]
+    program = f"import sys, {', '.join(modules)}; print('ray' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -18,6 +18,9 @@ from verl_like.single_controller.dispatch import Dispatch, DispatchMode, Mesh, P
 from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
 from verl_like.single_controller.worker import Worker
 
+LOOK_S = 10.0
+"""How long a driver waits for a call before it looks at its processes, and between two looks."""
+
 
 @dataclass(frozen=True)
 class CallEvent:

@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from verl_like.protocol import CallHeader, Part, PendingCall
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.ray.message import fetch, unpack
-from verl_like.single_controller.ray.node_watch import LOOK_S
 from verl_like.single_controller.ray.process_handles import READY_S, ProcessHandles
+from verl_like.single_controller.worker_group import LOOK_S
 
 _POLL_S = 0.5
 _log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_like.single_controller.ray.worker_process import ProcessInfo
 from verl_like.single_controller.shortage import Shortage, largest_processes, title_of
+from verl_like.single_controller.worker_group import LOOK_S
 
-LOOK_S = 10.0
-"""How long a driver waits for a call before it looks at its processes, and between two looks."""
 _ANSWER_S = 5.0  # a node that takes longer is looked at the next time
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")  # of the container, or else of the machine
 

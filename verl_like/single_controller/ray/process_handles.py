@@ -16,12 +16,12 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskE
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError, WorkerStopped
-from verl_like.single_controller.ray.node_watch import LOOK_S, NodeWatch, of_memory_monitor
+from verl_like.single_controller.ray.node_watch import NodeWatch, of_memory_monitor
 from verl_like.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl_like.single_controller.ray.worker_process import ProcessInfo, WorkerProcess
 from verl_like.single_controller.shortage import Shortage, shortage_of
 from verl_like.single_controller.worker import rank_environment
-from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.single_controller.worker_group import LOOK_S, ClassWithInitArgs
 
 START_DEADLINE_S = 300.0  # process start, imports and constructors; models are loaded in init_model
 READY_S = 30.0  # for fetching what is ready

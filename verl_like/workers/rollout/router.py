@@ -11,7 +11,7 @@ from typing import Any
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Part, PendingCall
 from verl_like.single_controller.dispatch import PerRank
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
-from verl_like.single_controller.ray.node_watch import LOOK_S
+from verl_like.single_controller.worker_group import LOOK_S
 from verl_like.workers.rollout.batch import RequestRules, assemble, names_of_real
 from verl_like.workers.rollout.request import (
     Completion,
