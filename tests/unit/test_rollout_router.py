@@ -99,6 +99,12 @@ def assert_same_rows(batch: DataProto, expected: DataProto) -> None:
     assert batch.non_tensor_batch["policy_version"].tolist() == expected.non_tensor_batch["policy_version"].tolist()
 
 
+def let_go(steps: StepByStep) -> None:
+    """The engine takes steps on its own from now on."""
+    steps.num_left = -1
+    steps.thread._ask(steps.engine.resume)
+
+
 def told_by(call: Any) -> dict[tuple[str, int], list[int]]:
     """The tokens of what a call's stream gives, each once, by uid and number."""
     told = [each for ended in call.stream() for each in ended]
@@ -325,6 +331,18 @@ def test_a_prompt_that_is_refused_fails_the_calls_under_way_and_none_later(
         assert not any(worker.engine_thread._ended for worker in group.workers)
 
 
+def test_replicas_forget_the_requests_of_calls_that_failed(make_group: MakeGroup, by_hand: Callable) -> None:
+    group = make_group("fixed")
+    steps = StepByStep(group.workers[0].engine_thread)
+    with pytest.raises(WorkerError, match="6 tokens"):
+        group.generate_sequences(with_long_prompt(4, 3)).get()  # the first replica has taken its part
+    later = group.generate_sequences(prompts(2))
+    steps.wait_for(N)
+    assert steps.thread.ages().keys() == {name for name in later.call.requests if "uid 1-0" in name}
+    let_go(steps)
+    assert_same_rows(later.get(), by_hand(prompts(2)))
+
+
 def test_an_engine_that_fails_is_an_error_of_every_call_under_way_and_later(make_group: MakeGroup) -> None:
     group = make_group(num_slots=2 * N)
     steps = [StepByStep(worker.engine_thread) for worker in group.workers]
@@ -356,8 +374,7 @@ def test_a_call_that_is_begun_again_is_drawn_anew_and_others_go_on(
     group.load_weights(actor.export_weights(version=4), version=4, drain=False)  # of equal values
     first.call.begin_again()
     for each in steps:
-        each.num_left = -1
-        each.thread._ask(each.engine.resume)
+        let_go(each)
     assert told_by(first) == tokens_of(expected[0], ["1-0", "1-1"])
     for call, of_call, is_old in zip((first, second), expected, (False, num_slots > 2), strict=True):
         batch = call.get()
@@ -366,6 +383,29 @@ def test_a_call_that_is_begun_again_is_drawn_anew_and_others_go_on(
         for spans, row in zip(batch.non_tensor_batch["policy_version"], rows.unbind(), strict=True):
             of_both = ((3, 0, 1), (4, 1, len(row))) if len(row) > 1 else ((3, 0, 1),)
             assert spans == (of_both if is_old else ((4, 0, len(row)),))
+
+
+def test_what_a_replica_told_as_a_call_was_begun_again_does_not_count(
+    make_group: MakeGroup, actor: LocalWorkerGroup, by_hand: Callable
+) -> None:
+    group, exported = make_group(), actor.export_weights(version=4).get()
+    steps = [StepByStep(worker.engine_thread) for worker in group.workers]
+    call, collect, told = group.generate_sequences(prompts()), group.collect_completions, []
+
+    def collect_and_begin_again(wait_s: float) -> Any:
+        answers = collect(wait_s)
+        if not told and (names := [name for answer in answers for name in answer.names]):
+            told.extend(names)
+            group.load_weights(exported, version=4, drain=False)
+            call.call.begin_again()
+        return answers
+
+    group.collect_completions = collect_and_begin_again
+    for each in steps:
+        let_go(each)
+    batch = call.get()
+    assert told and deep_equal(batch.batch["responses"], by_hand(prompts()).batch["responses"])
+    assert {span[0] for spans in batch.non_tensor_batch["policy_version"] for span in spans} == {4}
 
 
 def test_a_call_that_has_ended_can_be_begun_again(make_group: MakeGroup, actor: LocalWorkerGroup) -> None:
@@ -427,8 +467,7 @@ def test_a_request_that_a_replica_has_lost_fails_the_call(make_group: MakeGroup,
     steps.thread.abort(list(call.call.requests))
     with pytest.raises(RolloutError, match=r"Replica 1 of rollout lost 6 requests: .*uid 1-3"):
         call.get()
-    steps.num_left = -1
-    steps.thread._ask(steps.engine.resume)
+    let_go(steps)
     assert_same_rows(group.generate_sequences(prompts()).get(), by_hand(prompts()))
 
 
@@ -453,6 +492,19 @@ def test_a_call_that_takes_longer_than_the_deadline_says_which_replica_it_waits_
     assert_same_rows(call.get(), by_hand(prompts()))
 
 
+def test_a_call_that_is_late_names_the_replicas_that_have_requests_of_its_own(make_group: MakeGroup) -> None:
+    group = make_group()
+    steps = [StepByStep(worker.engine_thread) for worker in group.workers]
+    calls = [group.generate_sequences(prompts(1, step=step, greedy=True)) for step in (1, 2)]  # each to one replica
+    for rank, (call, each) in enumerate(zip(calls, steps, strict=True)):
+        each.wait_for(1)
+        with pytest.raises(CallTimeout, match=rf"waiting for rank\(s\) \[{rank}\] of 2"):
+            call.get(timeout=0.0)
+    for each in steps:
+        let_go(each)
+    assert [len(call.get()) for call in calls] == [1, 1]
+
+
 def test_the_timeline_has_a_call_once_for_each_replica_that_drew(make_group: MakeGroup) -> None:
     events: list[CallEvent] = []
     group = make_group("fixed", on_call=events.append)
@@ -470,3 +522,18 @@ def test_the_timeline_has_a_call_once_for_each_replica_that_drew(make_group: Mak
         ("rollout", "local", "generate_sequences", rank) for rank in (0, 0, 1)
     ]
     assert all(begun <= each.started < each.finished <= ended for each in calls)
+
+
+def test_in_the_timeline_a_call_begins_with_its_first_request(make_group: MakeGroup) -> None:
+    events: list[CallEvent] = []
+    group = make_group(on_call=events.append)
+    steps = [StepByStep(worker.engine_thread) for worker in group.workers]
+    call = group.generate_sequences(prompts())
+    for each in steps:
+        each.wait_for(NUM_SLOTS)
+    first_were_sent = time.time()
+    for each in steps:
+        let_go(each)
+    call.get()
+    spans = [(each.started, each.finished) for each in events if each.method == "generate_sequences"]
+    assert len(spans) == 2 and all(started < first_were_sent < finished for started, finished in spans)
