@@ -59,7 +59,7 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
         newest = pushed(trainer.groups, 3)  # the critic's are where those of version 1 were, the actor's are not
 
         holder = object.__new__(ExperienceMakerHolder.__ray_metadata__.modified_class)
-        holder.run, holder.config = SimpleNamespace(maker=trainer.maker, groups=groups), trainer.config
+        holder.run, holder.config = SimpleNamespace(maker=trainer.maker, groups=groups), config
         holder.recorder, holder.trainer_names = SideRecorder("maker_0"), ["trainer_0"]
         holder.version, holder.validated, holder.index = 0, 0, 1
         holder.pushed, holder.has_pushed = late, threading.Condition()
