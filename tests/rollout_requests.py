@@ -107,6 +107,13 @@ class StepByStep:
         self.thread._ask(self.engine.pause)
 
 
+def scaled(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
+    """The same model with other weights."""
+    other = type(model)(model.config).eval().requires_grad_(False)
+    other.load_state_dict({name: value * factor for name, value in model.state_dict().items()})
+    return other
+
+
 def rows_of(output: DataProto, name: str) -> list[list[Any]]:
     """The values of a jagged column, a list for each row."""
     return [row.tolist() for row in output.tensors()[name].unbind()]

@@ -10,7 +10,7 @@ import pytest
 import ray
 import rollout_requests
 import torch
-from rollout_requests import rows_of
+from rollout_requests import rows_of, scaled
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, pad_dataproto_to_divisor
@@ -175,13 +175,6 @@ def export(
         )
         for rank in range(world_size)
     ]
-
-
-def scaled(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
-    """The same model with other weights."""
-    other = type(model)(model.config).eval().requires_grad_(False)
-    other.load_state_dict({name: value * factor for name, value in model.state_dict().items()})
-    return other
 
 
 def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:

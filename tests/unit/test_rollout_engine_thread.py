@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_requests import SAMPLING, assert_drawn_by, make_requests, openmp_limit, run
+from rollout_requests import SAMPLING, assert_drawn_by, make_requests, openmp_limit, run, scaled
 from test_rollout_requests import PROMPTS, export, make_engine, tokens
 from transformers import LlamaForCausalLM
 
@@ -38,9 +38,7 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 @pytest.fixture(scope="module")
 def changed(model: ModelAndFolder) -> LlamaForCausalLM:
     """The same model with other weights."""
-    other = LlamaForCausalLM(model[1].config).eval().requires_grad_(False)
-    other.load_state_dict({name: value * 0.8 for name, value in model[1].state_dict().items()})
-    return other
+    return scaled(model[1], 0.8)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from rollout_requests import (
     run_paused,
     run_with_abort,
     run_with_update,
+    scaled,
 )
 from transformers import LlamaForCausalLM
 
@@ -36,9 +37,7 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 @pytest.fixture(scope="module")
 def changed(model: ModelAndFolder) -> LlamaForCausalLM:
     """The same model with other weights."""
-    other = LlamaForCausalLM(model[1].config).eval().requires_grad_(False)
-    other.load_state_dict({name: value * 0.8 for name, value in model[1].state_dict().items()})
-    return other
+    return scaled(model[1], 0.8)
 
 
 def export(model: LlamaForCausalLM, version: int) -> list[WeightExport]:

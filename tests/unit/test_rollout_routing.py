@@ -39,11 +39,11 @@ def test_an_equal_share_is_a_function_of_the_requests_of_its_call_alone():
     queue.ended("a0.0")
     queue.add(requests_of("b", num_prompts=3, n=1), n=1)
     assert names(queue.take()) == [[], []], "when it begins does not depend on when responses of the call before end"
-    assert len(queue) == 5 and queue.num_unsent == 3
+    assert len(queue) == 5 and sum(queue.loads) == 2
     queue.ended("a1.0")
     queue.ended("a2.0")
     assert names(queue.take()) == [["b0.0", "b1.0"], ["b2.0"]]
-    assert queue.loads == [2, 1] and queue.num_unsent == 0
+    assert queue.loads == [2, 1] and len(queue) == 3
 
 
 def test_a_call_that_waits_for_the_one_before_can_be_removed_in_part():

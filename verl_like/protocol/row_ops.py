@@ -57,7 +57,7 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype) -> torch.Tensor:
     """A jagged tensor of rows of numbers."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    if all(isinstance(row, np.ndarray) for row in rows) and rows:
+    if rows and all(isinstance(row, np.ndarray) for row in rows):
         values = np.concatenate(rows)
     else:
         number_type = np.float64 if dtype.is_floating_point else np.int64

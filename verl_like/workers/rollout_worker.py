@@ -7,7 +7,6 @@ from typing import Any
 from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_like.single_controller.dispatch import DispatchMode
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -20,9 +19,7 @@ from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
 PROMPT_COLUMNS = ["prompts", "uid"]
-AFTER_REQUESTS = DispatchMode(
-    "AFTER_REQUESTS", Dispatch.ONE_TO_ALL.dispatch_fn, Dispatch.ONE_TO_ALL.collect_fn, call_fn=after_requests
-)
+AFTER_REQUESTS = replace(Dispatch.ONE_TO_ALL, name="AFTER_REQUESTS", call_fn=after_requests)
 """ONE_TO_ALL, after the requests of earlier calls have reached the engines."""
 
 

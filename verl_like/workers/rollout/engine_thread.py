@@ -81,8 +81,8 @@ class EngineThread:
     def collect(self, wait_s: float, names: Collection[str] | None = None) -> dict[str, Completion]:
         """The responses that have ended since they were asked for last, by the names of their requests.
 
-        Waits until one has ended, `wait_s` at most, and if others are unfinished for GATHER_S in all. `names` are the
-        only requests that are asked for.
+        Waits until one has ended, `wait_s` at most. While others are unfinished it waits for these too, until GATHER_S
+        have passed since the call. `names` are the only requests that are asked for.
         """
         started = time.monotonic()
 
@@ -103,9 +103,9 @@ class EngineThread:
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Generator[list[FinishedRequest], None, None]:
         """Has requests drawn; gives lists of those that have ended, each once."""
+        self.submit(requests)
         waiting = {request.name: request for request in requests}
         try:
-            self.submit(requests)
             while waiting:
                 ended = self.collect(_LONGEST_WAIT_S, waiting)
                 if ended:
@@ -197,7 +197,10 @@ class EngineThread:
 
     def _take(self, number: int) -> list[_Command]:
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._commands) >= number, timeout=_COMMAND_S):
+            self._changed.wait_for(lambda: len(self._commands) >= number or self._failure, timeout=_COMMAND_S)
+            if self._failure:
+                raise self._failure
+            if len(self._commands) < number:
                 raise TimeoutError(
                     f"The first rank of this replica was asked for something {_COMMAND_S:g} s ago that this rank was "
                     "not asked for; the ranks of a replica need the same calls in the same order."

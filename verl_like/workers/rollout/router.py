@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Part, PendingCall
+from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller.dispatch import PerRank
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
-from verl_like.single_controller.worker_group import LOOK_S
+from verl_like.single_controller.worker_group import LOOK_S, BoundMethod, WorkerGroup
 from verl_like.workers.rollout.batch import RequestRules, assemble, names_of_real
 from verl_like.workers.rollout.request import (
     Completion,
@@ -31,12 +31,12 @@ METHOD = "generate_sequences"
 """The method that calls are made of, as errors and the timeline name it."""
 
 
-def call_by_requests(method: Any, prompts: DataProto) -> "ResponsesFuture":
+def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFuture":
     """`RolloutWorker.generate_sequences` of a batch, as requests."""
     return router_of(method.group).call(prompts)
 
 
-def after_requests(method: Any, *args: Any, drain: bool = True, **kwargs: Any) -> Any:
+def after_requests(method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any) -> Future[Any]:
     """A call of the ranks; unless `drain` is False it waits until the requests of earlier calls were sent to them."""
     if not drain:
         return method.send(*args, drain=False, **kwargs)
@@ -57,7 +57,8 @@ class RequestCall(PendingCall):
     """A batch of prompts whose responses the replicas draw. `stream` and `wait` are for one thread of the driver."""
 
     def __init__(self, router: "RequestRouter", prompts: DataProto, requests: Sequence[GenerationRequest]) -> None:
-        self.router, self.prompts = router, prompts.select()  # the caller may change its batch meanwhile
+        self.router = router
+        self.prompts = prompts.select()  # the caller may change its batch meanwhile
         self.requests = {request.name: request for request in requests}
         self.told = names_of_real(prompts, requests)
         self.completions: dict[str, Completion] = {}
@@ -117,7 +118,7 @@ class RequestRouter:
     Calls are made, waited for and begun again on other threads.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self.mesh = group.mesh("rollout")
         self.own_methods = "submit_requests", "abort_requests", "collect_completions"
@@ -154,8 +155,11 @@ class RequestRouter:
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             self.sent -= call.requests.keys()
-            call.completions, call.unread, call.spans = {}, [], {}
-            call.batch = call.stored = None
+            call.completions = {}
+            call.unread = []
+            call.spans = {}
+            call.batch = None
+            call.stored = None
             call.begun = time.monotonic()
             self._add(call)
 
@@ -227,9 +231,10 @@ class RequestRouter:
                 self.group.report(METHOD, rank, CallHeader(0, *span))
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, for which it waits, with what it waits for itself; calls that are not done raise."""
+        """Ends the thread, and waits for that, `timeout_s` at most; calls that are not done raise."""
         with self.changed:
-            self.is_closing, thread = True, self.thread
+            self.is_closing = True
+            thread = self.thread
         if thread is not None:
             thread.join(timeout_s)
 
@@ -247,7 +252,9 @@ class RequestRouter:
             for call in set(self.calls.values()):
                 call.error = failure
             self.aborted += self.queue.remove(list(self.calls))
-            self.calls, self.sent, self.thread = {}, set(), None
+            self.calls = {}
+            self.sent = set()
+            self.thread = None
             self.changed.notify_all()
             aborted = self.aborted
         if isinstance(error, WorkerError) and not isinstance(error, WorkerDied):  # the ranks answer
@@ -269,38 +276,51 @@ class RequestRouter:
         return ended
 
     def _exchange(self) -> bool:
-        """Tells replicas what to take and to forget, and asks for what has ended. False if nothing is left."""
+        """Tells replicas what to forget and to take, and asks for what has ended. False if nothing is left."""
         with self.changed:
             if self.is_closing:
                 raise RuntimeError(f"The run ended while {len(self.queue)} requests were unfinished.")
-            aborted, taken = list(self.aborted), self.queue.take()
+            aborted = list(self.aborted)
+            taken = self.queue.take()
             if not (aborted or len(self.queue)):
                 self.thread = None
                 return False
-            now = time.time()
-            for replica, requests in enumerate(taken):
-                for call in {self.calls[request.name] for request in requests}:
-                    call.spans.setdefault(replica, (now, now))
-        if aborted:
-            self.group.abort_requests(aborted)
-        if any(taken):
-            by_rank = PerRank([taken[replica] for replica in self.mesh.dp_ranks])
-            self.group.submit_requests(by_rank)
-            self.collect_s = COLLECT_S
-        with self.changed:
-            del self.aborted[: len(aborted)]
-            self.sent |= {each.name for share in taken for each in share if each.name in self.calls} - {*self.aborted}
-            self.changed.notify_all()
-        by_rank_ended = self.group.collect_completions(0.0 if self.group.runs_at_once else self.collect_s)
-        with self.changed:
-            has_ended = self._take_in([by_rank_ended[rank] for rank in self.mesh.collect_ranks])
-        if self.group.runs_at_once and not has_ended:
-            time.sleep(_LOCAL_PAUSE_S)
-        self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
+            self._begin_spans(taken)
+        self._send(aborted, taken)
+        self._collect()
         if time.monotonic() > self.next_look:
             self.group.look_for_stopped(METHOD)
             self.next_look = time.monotonic() + LOOK_S
         return True
+
+    def _begin_spans(self, taken: Sequence[Sequence[GenerationRequest]]) -> None:
+        now = time.time()
+        for replica, requests in enumerate(taken):
+            for call in {self.calls[request.name] for request in requests}:
+                call.spans.setdefault(replica, (now, now))
+
+    def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
+        """Tells replicas which requests to forget, and then which ones to take, by replica."""
+        if aborted:
+            self.group.abort_requests(aborted)
+        if any(taken):
+            self.group.submit_requests(PerRank([taken[replica] for replica in self.mesh.dp_ranks]))
+            self.collect_s = COLLECT_S
+        with self.changed:
+            del self.aborted[: len(aborted)]
+            names = {request.name for requests in taken for request in requests}
+            self.sent |= (names & self.calls.keys()) - {*self.aborted}  # some may have been begun again meanwhile
+            self.changed.notify_all()
+
+    def _collect(self) -> None:
+        """Asks replicas for what has ended. A group in this process, which cannot wait for it, is asked more often."""
+        is_local = self.group.runs_at_once
+        by_rank = self.group.collect_completions(0.0 if is_local else self.collect_s)
+        with self.changed:
+            has_ended = self._take_in([by_rank[rank] for rank in self.mesh.collect_ranks])
+        if is_local and not has_ended:
+            time.sleep(_LOCAL_PAUSE_S)
+        self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
 
     def _take_in(self, answers: Sequence[PackedCompletions]) -> bool:
         """Takes what replicas answer; returns whether anything has ended. Raises RolloutError for a lost request."""
@@ -333,7 +353,7 @@ _ROUTERS: "weakref.WeakSet[RequestRouter]" = weakref.WeakSet()
 """Those of this process."""
 
 
-def router_of(group: Any) -> RequestRouter:
+def router_of(group: WorkerGroup) -> RequestRouter:
     """The router of a rollout group, whose engines are there."""
     if group.caller is None:
         router = RequestRouter(group)

@@ -7,11 +7,11 @@ import numpy as np
 
 from verl_like.workers.rollout.request import GenerationRequest
 
-# Legend: R replicas, n responses to a prompt.
+# Legend: n responses to a prompt.
 
 
 class RequestQueue:
-    """Requests on their way to R replicas, each of which computes `num_slots` at once.
+    """Requests on their way to replicas, each of which computes `num_slots` at once.
 
     With the routing `fixed` a replica takes an equal part of the prompts of a call, consecutive ones, and those of a
     call when the call before has ended: a function of the requests alone. With `least_loaded` requests wait in one
@@ -21,7 +21,8 @@ class RequestQueue:
     """
 
     def __init__(self, routing: str, num_replicas: int, num_slots: int) -> None:
-        self.is_fixed, self.num_slots = routing == "fixed", num_slots
+        self.is_fixed = routing == "fixed"
+        self.num_slots = num_slots
         self.calls: deque[list[list[GenerationRequest]]] = deque()
         """With `fixed`, calls that wait for the one before: the requests of each prompt."""
         self.waiting: deque[GenerationRequest] = deque()
@@ -36,11 +37,6 @@ class RequestQueue:
         """The requests that have not ended."""
         return len(self.waiting) + len(self.replica_of) + sum(len(each) for call in self.calls for each in call)
 
-    @property
-    def num_unsent(self) -> int:
-        """The requests that `take` has not given out."""
-        return len(self) - len(self.replica_of) + sum(map(len, self.assigned))
-
     def add(self, requests: Sequence[GenerationRequest], n: int) -> None:
         """Takes in the requests of a call, the n to a prompt next to each other."""
         if not self.is_fixed:
@@ -53,7 +49,8 @@ class RequestQueue:
         """The requests to send to each replica now, in order."""
         self._begin_next_call()
         self._fill()
-        taken, self.assigned = self.assigned, [[] for _ in self.loads]
+        taken = self.assigned
+        self.assigned = [[] for _ in self.loads]
         return taken
 
     def _begin_next_call(self) -> None:
@@ -66,13 +63,15 @@ class RequestQueue:
 
     def _fill(self) -> None:
         num_slots = self.num_slots if len(self.loads) > 1 else float("inf")
-        last_uid, last_replica = "", 0
-        while self.waiting and (load := min(self.loads)) < num_slots:
+        last_uid = ""
+        replica = 0
+        while self.waiting and min(self.loads) < num_slots:
             request = self.waiting.popleft()
-            follows = request.uid and request.uid == last_uid and self.loads[last_replica] < num_slots
-            replica = last_replica if follows else self.loads.index(load)
+            is_of_last_prompt = request.uid != "" and request.uid == last_uid
+            if not is_of_last_prompt or self.loads[replica] >= num_slots:
+                replica = self.loads.index(min(self.loads))
             self._assign(request, replica)
-            last_uid, last_replica = request.uid, replica
+            last_uid = request.uid
 
     def _assign(self, request: GenerationRequest, replica: int) -> None:
         self.assigned[replica].append(request)
