@@ -40,7 +40,7 @@ def step() -> dict[str, Any]:
     trainer.global_step += 1
     total = trainer.config.num_steps_of_run
     with stopwatch() as seconds, trainer.recorder.step(trainer.global_step, total) as log:
-        metrics = trainer.next_step()
+        metrics = metric_values(trainer.step())
         log(metrics)
     (loss,) = (value for name, value in metrics.items() if name.endswith("/loss"))
     return {"seconds": seconds[0], "tokens": metrics["perf/total_num_tokens"], "loss": loss}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import padded
-from verl_like.trainer import checkpoint, ppo_trainer
+from verl_like.trainer import checkpoint, maker_driver
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import SideRecorder
@@ -113,11 +113,11 @@ import os
 import pathlib
 import signal
 
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.trainer.maker_driver import MakerDriver, register_maker_driver
 
 
-@register_trainer
-class TrainerThatDies(RayPPOTrainer):
+@register_maker_driver
+class DriverThatDies(MakerDriver):
     def validate(self):
         has_died = pathlib.Path(__file__).parent / "has_died"
         if self.global_step == self.config.trainer.total_training_steps and not has_died.exists():
@@ -133,7 +133,7 @@ def plugin_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     (tmp_path / "plugin_that_dies.py").write_text(DYING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
     yield "plugins=[plugin_that_dies]"
     del sys.modules["plugin_that_dies"]
 
@@ -214,7 +214,7 @@ import time
 
 from verl_like.single_controller import Dispatch, register
 from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.trainer.maker_driver import MakerDriver, register_maker_driver
 from verl_like.workers.rollout_worker import RolloutWorker
 
 
@@ -244,8 +244,8 @@ class KeepingMaker(ExperienceMaker):
         return experience
 
 
-@register_trainer
-class TrainerWithKeepingMaker(RayPPOTrainer):
+@register_maker_driver
+class DriverOfKeepingMaker(MakerDriver):
     def build_maker(self):
         return KeepingMaker(**vars(super().build_maker()))
 """
@@ -259,7 +259,7 @@ def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_l
     (tmp_path / "made").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.update_in_flight=true"]
     settings += ["detached.restart_below=150"]  # all but short rests of the long ones
     settings += ["plugins=[forced_lengths]", "worker_classes.rollout=forced_lengths.ForcedLengths"]

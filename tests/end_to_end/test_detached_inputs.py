@@ -15,13 +15,14 @@ from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart
 
 from verl_like.simple import LocalTrainer
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
-from verl_like.trainer import checkpoint, ppo_trainer
+from verl_like.trainer import checkpoint, maker_driver
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import SideRecorder
+from verl_like.trainer.maker_driver import MakerDriver
 from verl_like.trainer.resume import fingerprints_of
 
 
@@ -45,7 +46,8 @@ def config_with_texts(folder: Path, tiny_llama: Callable) -> DetachedConfig:
 def test_a_maker_that_reads_another_file_than_the_run_began_with_is_refused(
     tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [LocalTrainer])
+    driver = type("LocalDriver", (MakerDriver,), {"start_groups": LocalTrainer.start_groups})
+    monkeypatch.setattr(maker_driver, "_DRIVERS", [driver])
     config = config_with_texts(tmp_path, tiny_llama)
     ledger = PromptLedger(2, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness)
     with contextlib.ExitStack() as cleanup:

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from verl_like.export import export
 from verl_like.protocol import DataProto
-from verl_like.trainer import ppo_trainer
+from verl_like.trainer import maker_driver
 from verl_like.workers.rollout import Completion, GenerationRequest, Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof]
@@ -64,7 +64,7 @@ import pathlib
 import uuid
 
 from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.trainer.maker_driver import MakerDriver, register_maker_driver
 
 
 class KeepingMaker(ExperienceMaker):
@@ -74,8 +74,8 @@ class KeepingMaker(ExperienceMaker):
         return experience
 
 
-@register_trainer
-class TrainerWithKeepingMaker(RayPPOTrainer):
+@register_maker_driver
+class DriverOfKeepingMaker(MakerDriver):
     def build_maker(self):
         return KeepingMaker(**vars(super().build_maker()))
 """
@@ -90,7 +90,7 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.delitem(sys.modules, "keeping_maker", raising=False)  # of another folder
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
     model, length = tiny_llama(), 160
     settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "plugins=[keeping_maker]"]
     settings += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_sft import config_in, model_path, numbers_of
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import Metric
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer import checkpoint, run
@@ -73,10 +73,10 @@ def train(
             trainer.init_workers()
             step = trainer.step
 
-            def step_after(batch: DataProto) -> dict[str, float]:
+            def step_after() -> dict[str, Metric]:
                 if at_step and trainer.global_step == 4:
                     at_step(recorder.run_dir)
-                return step(batch)
+                return step()
 
             trainer.step = step_after
             trainer.fit()

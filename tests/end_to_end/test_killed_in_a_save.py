@@ -10,6 +10,7 @@ import pytest
 from kill_points import die_at, in_a_fork
 from test_sft import config_in, model_path, numbers_of, run_here, trainer_in
 
+from verl_like.protocol import Metric
 from verl_like.trainer import checkpoint
 from verl_like.trainer.resume import find_run
 from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
@@ -23,7 +24,7 @@ SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 def train_and_die(config: SupervisedConfig, step: int, operation: int | str, killed_at: Path) -> None:
     """A process is killed at an operation after the save of the step began, or ends when that is committed."""
     trainer = trainer_in(config)
-    save, next_step, recorder = trainer.save, trainer.next_step, trainer.recorder
+    save, step_of_loop, recorder = trainer.save, trainer.step, trainer.recorder
 
     def save_and_count() -> Path:
         if trainer.global_step == step:
@@ -31,13 +32,13 @@ def train_and_die(config: SupervisedConfig, step: int, operation: int | str, kil
             die_at(operation, killed_at, within="global_step")
         return save()
 
-    def next_step_or_end() -> dict[str, float]:
+    def step_or_end() -> dict[str, Metric]:
         if trainer.global_step > step:
             recorder.commit_checkpoint(wait=True)
             os._exit(0)
-        return next_step()
+        return step_of_loop()
 
-    trainer.save, trainer.next_step = save_and_count, next_step_or_end
+    trainer.save, trainer.step = save_and_count, step_or_end
     trainer.fit()
 
 

@@ -11,7 +11,7 @@ from rollout_requests import generate_sequences
 from test_local_step import local_trainer
 
 from examples.local_grpo_step import LocalTrainer
-from verl_like.protocol import DataProto, Metric, merge_metrics
+from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -106,7 +106,7 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
         learner = learner_alone(trainer)
         for step in (1, 2):
             trainer.global_step = step
-            in_step = trainer.step(prompts_of(trainer, step))
+            in_step = metric_values(trainer.step())
             made[-1].batch.save_to_disk(tmp_path / "experience")
             update = learner.learn(experience_of(trainer, DataProto.load_from_disk(tmp_path / "experience")))
             alone = measured(update.get())
@@ -215,7 +215,7 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
         log_probs, loaded = seen()
         for step in (1, 2, 3, 4):
             trainer.global_step = step
-            metrics = trainer.step(prompts_of(trainer, step))
+            metrics = metric_values(trainer.step())
             assert worker.rollout.policy_version == step  # also where the weights are those of before
             says.append("actor/lr" in metrics and metrics["actor/skipped_steps"] < 2)  # of two optimizer steps
             before, (log_probs, loaded) = (log_probs, loaded), seen()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.trainer import checkpoint
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
@@ -30,7 +30,7 @@ class PPOWithoutModels(RayPPOTrainer):
     def next_prompts(self) -> DataProto:
         return DataProto(meta_info={"epoch": 0})
 
-    def step(self, prompts: DataProto, upcoming: DataProto | None = None) -> dict[str, float]:
+    def step(self) -> dict[str, Metric]:
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class SFTWithoutModel(SupervisedTrainer):
     def __post_init__(self) -> None:
         self.sampler = EpochSampler(len(self.train_dataset), self.config.data.train_batch_size)
 
-    def step(self, batch: DataProto) -> dict[str, float]:
+    def step(self) -> dict[str, Metric]:
         return {}
 
 

@@ -14,6 +14,7 @@ from step_reference import Settings, Trained
 from step_runs import Recording, as_override
 from transformers import PreTrainedTokenizerFast
 
+from verl_like.protocol import metric_values
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -80,7 +81,7 @@ def train(kind: str, settings: Settings, steps: int) -> Trained:
         trainer.init_workers()
         metrics = []
         for trainer.global_step in range(1, steps + 1):
-            metrics.append(trainer.next_step())
+            metrics.append(metric_values(trainer.step()))
         if inputs.val_dataset:
             metrics.append(trainer.validate())
         ((gradients, parameters),) = group.learned()

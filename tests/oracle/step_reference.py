@@ -122,6 +122,7 @@ class Run:
         rows = self.rollout(number)
         metrics = {"reward/num_timeouts": 0, "reward/early_ratio": 0}
         metrics |= {"training/staleness/mean": 0, "training/staleness/max": 0}
+        metrics["training/epoch"] = (number - 1) // self.steps_per_epoch
         metrics["reward/num_errors"] = sum(world.BROKEN in text_of(row) for row in rows)
         metrics["reward/num_skipped"] = sum(row.score is None for row in rows)
         with torch.no_grad():

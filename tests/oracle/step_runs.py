@@ -26,7 +26,7 @@ from transformers import (
 
 from verl_like.algorithms.policy_losses import register_policy_loss
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
-from verl_like.protocol import DataProto, Metric
+from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.single_controller import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -284,9 +284,8 @@ def train(settings: Settings, start: StartGroups, steps: int) -> Trained:
         trainer.init_workers()
         metrics = []
         for _ in range(steps):
-            epoch, rows = trainer.sampler.batch(trainer.global_step)
             trainer.global_step += 1
-            metrics.append(trainer.step(trainer.train_dataset.collate([trainer.train_dataset[i] for i in rows], epoch)))
+            metrics.append(metric_values(trainer.step()))
         learned = {role: trainer.groups[role].learned() for role in ("actor", "critic") if role in trainer.groups}
     return Trained(
         metrics,

@@ -8,7 +8,7 @@ import pytest
 
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import ppo_trainer
+from verl_like.trainer import maker_driver, ppo_trainer
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
@@ -16,7 +16,7 @@ from verl_like.trainer.detached.maker_holder import check_maker
 from verl_like.trainer.detached.run_detached import check_detached_inputs, check_trainer
 from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.maker_driver import MakerDriver
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_maker_driver, get_trainer, register_trainer
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer, register_trainer
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
 from verl_like.workers.rollout_worker import RolloutWorker
 
@@ -62,11 +62,10 @@ class TrainerOfAnotherMaker(RayPPOTrainer):
     def build_maker(self):
         return CompletingMaker(**vars(super().build_maker()))
 
-    def validate(self):
-        return super().validate() | self.of_its_own()
 
-    def of_its_own(self):
-        return {"val-core/mine": 1.0}
+class DriverOfAnotherMaker(MakerDriver):
+    def build_maker(self):
+        return CompletingMaker(**vars(super().build_maker()))
 
 
 NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "device=cpu"]
@@ -210,9 +209,11 @@ def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_i
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=message):
         check_detached_inputs(config_of(), cleanup)
     learning = type("LearningTrainer", (RayPPOTrainer,), {"build_learner": lambda self: None})
-    with pytest.raises(ValueError, match=r"LearningTrainer has its own build_learner, .* may change build_maker, of, "):
+    with pytest.raises(ValueError, match=r"LearningTrainer has its own build_learner, .* call: train with main_ppo"):
         check_trainer(learning)
-    check_trainer(TrainerOfAnotherMaker)
+    advice = r"move build_maker to a subclass of MakerDriver that is registered with register_maker_driver of"
+    with pytest.raises(ValueError, match=advice):
+        check_trainer(TrainerOfAnotherMaker)
     check_trainer(RayPPOTrainer)
 
 
@@ -228,12 +229,24 @@ def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():
 
 def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
-    assert get_trainer() is RayPPOTrainer and get_maker_driver() is MakerDriver
+    assert get_trainer() is RayPPOTrainer
     assert register_trainer(TrainerOfAnotherMaker) is get_trainer() is TrainerOfAnotherMaker
     message = r"TrainerOfOtherPrompts'> cannot train, for .*TrainerOfAnotherMaker'> is registered: name one such plugin"
     with pytest.raises(ValueError, match=message):
         register_trainer(TrainerOfOtherPrompts)
-    assert get_trainer() is get_maker_driver() is TrainerOfAnotherMaker
+    assert get_trainer() is TrainerOfAnotherMaker
+
+
+def test_a_plugins_driver_of_makers_is_that_of_detached_training_and_a_second_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(maker_driver, "_DRIVERS", [MakerDriver])
+    assert maker_driver.get_maker_driver() is MakerDriver
+    assert maker_driver.register_maker_driver(DriverOfAnotherMaker) is DriverOfAnotherMaker
+    message = r"MakerDriver'> cannot drive makers, for .*DriverOfAnotherMaker'> is registered: name one such plugin"
+    with pytest.raises(ValueError, match=message):
+        maker_driver.register_maker_driver(MakerDriver)
+    assert maker_driver.get_maker_driver() is DriverOfAnotherMaker
 
 
 def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_loads():

@@ -49,7 +49,8 @@ def do_step(
     saved = {"ledger": {"next_number": 4 * step} if is_last_to_do_it else None}
     metrics = {"actor/loss": Metric.mean(step + index), "timing_s/step": Metric.max(1.0)}
     report = SideRecorder(f"trainer_{index}", node="")
-    report.rows.append((step, metrics, 5.0, saved))
+    report.rows.append((step, metrics, 5.0))
+    report.states.append((step, saved))
     if written:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{index} {written}")
@@ -59,7 +60,7 @@ def do_step(
 
 def validate(record: DetachedRecord, version: int) -> None:
     report = SideRecorder("maker_0", node="")
-    report.rows.append((version, {"val-core/acc": Metric.mean(version)}, 5.0, None))
+    report.log_validation({"val-core/acc": version}, version)
     record.add("maker_0", report)
 
 

@@ -87,14 +87,13 @@ def test_a_bypass_takes_the_log_probabilities_of_the_engine_for_the_actors(bypas
     batch = taken(**columns)
     side = trainer(
         config_of(*settings),
-        learner=SimpleNamespace(version=0, learn=learn),
+        learner=SimpleNamespace(version=0, learn=learn, trained={}),
         buffer=SimpleNamespace(take=lambda *_: ([0, 1], batch)),
         comparisons=SimpleNamespace(in_step=True),
         turns=WeightTurns("trainer_2", limit_s=5),
         model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
         start=lambda: None,
         push=lambda: None,
-        pending=None,
     )
     with pytest.raises(Seen) as seen:
         side.fit(total_steps=1)
@@ -143,16 +142,14 @@ def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_aft
         model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
         start=lambda: None,
         push=lambda: pushed.append(side.learner.version),
-        pending=None,
     )
-    monkeypatch.setitem(inspect.unwrap(type(side).fit).__globals__, "batch_metrics", lambda *_: {})
+    monkeypatch.setitem(inspect.unwrap(type(side).metrics_of).__globals__, "batch_metrics", lambda *_: {})
     assert side.fit(total_steps=7, update_steps=2) == 5  # the ledger says that the run ends early
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["global_step_5.partial"]
     assert (tmp_path / "global_step_5.partial/actor/huggingface").is_dir()
     assert learned == [(1, 1)] * 5 and pushed == [0, 2, 4]
-    assert [(step, saved) for step, _, _, saved in side.recorder.rows] == [
-        (step, {"ledger": {"next": 9}} if step in (2, 4, 5) else None) for step in range(1, 6)
-    ]
+    assert [step for step, *_ in side.recorder.rows] == [1, 2, 3, 4, 5]
+    assert list(side.recorder.states) == [(step, {"ledger": {"next": 9}}) for step in (2, 4, 5)]
     side.turns.begin_loading("maker_0.1")  # which would not come to its turn if the last step had not ended
     written = {"actor/checkpoint/rank_0.safetensors": {"bytes": 7}}
     assert list(side.recorder.files) == [(step, written) for step in (2, 4, 5)]

@@ -181,9 +181,10 @@ def test_rows_of_an_epoch_come_in_random_order_or_as_they_are(shuffle: bool, loa
     dataset, order = load(*({"text": letter} for letter in rows)), []
     settings = [f"data.shuffle={shuffle}", "data.train_batch_size=1", "trainer.seed=3"]
     trainer = SupervisedTrainer(config_of(model_path, "unused", *settings), dataset, None, None, None)
-    trainer.step = lambda batch: order.append(int(batch.tensors()["prompts"][0])) or {}
     for trainer.global_step in range(1, 17):
-        assert trainer.next_step() == {"training/epoch": (trainer.global_step - 1) // 8}
+        (taken,) = trainer.take()
+        order.append(int(taken.batch.tensors()["prompts"][0]))
+        assert taken.metrics["training/epoch"].value == (trainer.global_step - 1) // 8
     in_file = [int(dataset.collate([row]).tensors()["prompts"][0]) for row in range(8)]
     assert sorted(order[:8]) == sorted(order[8:]) == sorted(in_file)
     permutations = [np.random.RandomState([3, epoch]).permutation(8) if shuffle else range(8) for epoch in (0, 1)]

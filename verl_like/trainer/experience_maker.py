@@ -24,6 +24,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import scoring
 from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.experience import Experience
 from verl_like.trainer.roles import Role
 from verl_like.trainer.scoring import PendingScores, RuleScorer
 from verl_like.workers.planning.flops import ModelCost
@@ -68,18 +69,6 @@ class Scored:
         """The same with columns of the view, in place of those of their names or beside them, and with metrics."""
         merged = merge_metrics([self.metrics, metrics or {}])
         return replace(self, batch=view_with(self.batch, columns), metrics=merged)
-
-
-@dataclass(frozen=True)
-class Experience:
-    """A batch to learn from."""
-
-    batch: DataProto
-    """(B * n,) responses, the n of a prompt next to each other, with `advantages` and `returns`."""
-    work: RowWork
-    """By which the rows are divided among ranks."""
-    metrics: Mapping[str, Metric]
-    """What was measured while it was made."""
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,22 @@
 """The learner: experience in; metrics, new weights and their version out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Metric, merge_metrics
+from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork, data_parallel_size
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.experience_maker import Experience, Weights
+from verl_like.trainer.experience import Experience, Update
+from verl_like.trainer.experience_maker import Weights
 from verl_like.trainer.roles import Role
 from verl_like.workers.models.packing import Rows
-
-
-@dataclass(frozen=True)
-class Update:
-    """The updates of a training step or of a part of it, which may still be running."""
-
-    pending: Sequence[Future[Any]]
-    metrics: dict[str, Metric]
-    """What is known before they end: how evenly the actor's ranks are loaded, and how old the responses are."""
-
-    def get(self) -> dict[str, Metric]:
-        """Waits for the updates; returns their metrics and `metrics`."""
-        metrics = merge_metrics([self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
-        if ratio := metrics.get("actor/rollout_ratio"):
-            size = ratio.value**2 / metrics["actor/rollout_ratio_square"].value
-            metrics["actor/eff_sample_size"] = Metric.mean(size, ratio.weight)
-        return metrics
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +29,9 @@ RecorderT = TypeVar("RecorderT", bound=Recorder)
 @dataclass(eq=False)
 class MakerDriver(Generic[RecorderT]):
     """The driver of a maker. It trains nothing: a maker of detached training has this, and `RayPPOTrainer` is one.
+
+    A subclass makes its own maker in `build_maker`; for detached training a plugin registers it with
+    `register_maker_driver`.
 
     `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A custom role
     takes part through its registered method `annotate`. It is called with the generated batch, next to the reference
@@ -102,3 +105,20 @@ class MakerDriver(Generic[RecorderT]):
             if name.startswith("reward/num_")
         }
         return validation_metrics(batch, scores_B) | counts
+
+
+_DRIVERS: list[type[MakerDriver[Any]]] = [MakerDriver]
+
+
+def register_maker_driver(driver: type[MakerDriver[Any]]) -> type[MakerDriver[Any]]:
+    """Decorator of a plugin: its subclass of MakerDriver drives the makers of detached training. Raises ValueError for
+    a second one."""
+    if len(_DRIVERS) > 1:
+        raise ValueError(f"{driver} cannot drive makers, for {_DRIVERS[-1]} is registered: name one such plugin")
+    _DRIVERS.append(driver)
+    return driver
+
+
+def get_maker_driver() -> type[MakerDriver[Any]]:
+    """The class that drives a maker of detached training: that of a plugin, or MakerDriver."""
+    return _DRIVERS[-1]

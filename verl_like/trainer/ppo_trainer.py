@@ -1,17 +1,19 @@
 """The PPO trainer: a maker and a learner on worker groups, and the step that they make together."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from verl_like.data.conversations import ConversationDataset
-from verl_like.protocol import DataProto, merge_metrics, metric_values
+from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import is_jagged
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer import engine_check
 from verl_like.trainer.checkpoint import Checkpoint
+from verl_like.trainer.experience import Experience, Update
 from verl_like.trainer.experience_maker import Generated, Weights
 from verl_like.trainer.learner import Learner
 from verl_like.trainer.maker_driver import MakerDriver
@@ -37,6 +39,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     `build_maker` or `build_learner`.
     """
 
+    recorder: RunRecorder
     ptx_dataset: ConversationDataset | None = None
 
     @classmethod
@@ -55,6 +58,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         """The responses of the next step, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
         """The number of their batch of prompts."""
+        self.exported: Weights
+        """The weights of the present step."""
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models."""
@@ -91,13 +96,38 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     def build_learner(self) -> Learner:
         return Learner(self.config, self.groups, self.ptx_dataset)
 
-    def next_step(self) -> dict[str, float]:
-        """`step` on the next batch of prompts, with `trainer.max_staleness=1` beside the batch after it."""
+    def take(self) -> Iterator[Experience]:
+        """Experience of the next batch of prompts, made with the newest weights.
+
+        With `trainer.max_staleness=1` the responses of the next step are generated beside it, with the same weights.
+        """
         prompts = self.prompts_of(self.upcoming_batch) if self.generated else self.next_prompts()
         self.upcoming_batch = self.num_prompt_batches
-        is_ahead = self.config.trainer.max_staleness and self.global_step < self.config.num_steps_of_run
-        metrics = self.step(prompts, self.next_prompts() if is_ahead else None)
-        return metrics | {"training/epoch": prompts.meta_info["epoch"]}
+        is_ahead = self.config.trainer.max_staleness and self.global_step < self.last_step
+        upcoming = of_step(self.next_prompts(), self.global_step + 1) if is_ahead else None
+        epoch = {"training/epoch": Metric.max(prompts.meta_info["epoch"])}
+
+        generated = self.generated or self.maker.sample(of_step(prompts, self.global_step), self.next_prompts)
+        generation = self.maker.begin(upcoming) if upcoming else None  # submitted: the rest of this step runs meanwhile
+        experience = self.maker.complete(generated)
+        yield replace(experience, metrics=merge_metrics([experience.metrics, epoch]))
+        self.generated = self.maker.sample(upcoming, self.next_prompts, generation) if upcoming else None
+
+    def learn(self, experience: Experience) -> Update:
+        """Submits the updates of critic and actor, which overlap on pools of their own, and behind them the export."""
+        update = self.learner.learn(experience)
+        self.exported = self.learner.export_weights()
+        return update
+
+    def metrics_of(self, experience: Experience) -> dict[str, Metric]:
+        data = self.config.data
+        return batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)
+
+    def hand_on(self) -> None:
+        """Takes the weights to the maker. Calls on pools of their own overlap, on a shared one they queue, and the
+        numbers are the same."""
+        with self.recorder.timer("update_weights"):
+            self.load_weights(self.exported)
 
     def next_prompts(self) -> DataProto:
         """The next batch of prompts."""
@@ -110,33 +140,6 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         prompts = self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
         prompts.meta_info["epoch"] = epoch
         return prompts
-
-    def step(self, prompts: DataProto, upcoming: DataProto | None = None) -> dict[str, float]:
-        """One PPO iteration over (B,) prompts; returns the step's metrics.
-
-        Calls that do not need each other's results are submitted together and collected afterwards: on pools of
-        their own they overlap, on a shared pool they queue, and the numbers are the same.
-
-        `upcoming` are the prompts of the next step where `trainer.max_staleness` is 1. Responses to them are generated
-        meanwhile, with the weights that this step starts from.
-        """
-        prompts = of_step(prompts, self.global_step)
-        generated = self.generated or self.maker.sample(prompts, self.next_prompts)
-        if upcoming:
-            upcoming = of_step(upcoming, self.global_step + 1)
-            generation = self.maker.begin(upcoming)  # submitted: the rest of this step runs meanwhile
-        experience = self.maker.complete(generated)
-        update = self.learner.learn(experience)  # submitted: critic and actor overlap on pools of their own
-        weights = self.learner.export_weights()  # submitted, behind the actor's update
-        # The driver's own work that nothing waits for is done while the updates run.
-        self.recorder.commit_checkpoint(wait=False)
-        data = self.config.data
-        metrics = [batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)]
-        self.generated = self.maker.sample(upcoming, self.next_prompts, generation) if upcoming else None
-        metrics.append(update.get())
-        with self.recorder.timer("update_weights"):
-            self.load_weights(weights)
-        return metric_values(merge_metrics([experience.metrics, *metrics]))
 
     def load_weights(self, weights: Weights) -> None:
         """Takes the learner's weights to the maker.
@@ -213,9 +216,3 @@ def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
 def get_trainer() -> type[RayPPOTrainer]:
     """The class that trains: that of a plugin, or RayPPOTrainer."""
     return _TRAINERS[-1]
-
-
-def get_maker_driver() -> type[MakerDriver[Any]]:
-    """The class that drives a maker of detached training: MakerDriver, or a plugin's trainer, for its `build_maker`."""
-    trainer = get_trainer()
-    return MakerDriver if trainer is RayPPOTrainer else trainer

@@ -6,10 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verl_like.protocol import Metric
 from verl_like.protocol.files import cut_file
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerError
@@ -32,6 +34,7 @@ from verl_like.trainer.console import RunConsole
 from verl_like.trainer.display import Display, printable
 from verl_like.trainer.report import write_report
 from verl_like.trainer.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
+from verl_like.trainer.run_state import IS_COMPLETE, LAST_ROW
 from verl_like.trainer.timeline import Timeline
 from verl_like.trainer.tracking import Tracking
 
@@ -87,10 +90,15 @@ class RunRecorder:
         """Of the present step, without its times."""
         self.seconds: dict[str, float] = {}
         self.step_started = 0.0
+        self.is_in_step = False
+        """Whether the row of the present step is not written yet."""
         self.saves_when_ended = False
         """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
         self.is_ending = False
+        self.begun: PendingCheckpoint | None = None
+        """A checkpoint of the present step, whose row is not written."""
         self.pending: PendingCheckpoint | None = None
+        """A checkpoint that workers write."""
         self.started = time.time()
 
     def record(self, event: CallEvent) -> None:
@@ -125,7 +133,7 @@ class RunRecorder:
     @contextlib.contextmanager
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
-    ) -> Iterator[Callable[[dict[str, float]], None]]:
+    ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
         """Times a step; metrics given to the yielded function are written when the step is complete.
 
         `row` is what `row_so_far` was, where a run goes on within a step.
@@ -135,13 +143,21 @@ class RunRecorder:
         self.timeline.start_step(step)
         self.seconds = {}
         self.step_started = time.time()
+        self.is_in_step = True
         self.metrics = dict(row) if row else {"training/global_step": step}
-        yield self.metrics.update
+        yield self.log
         metrics = self.metrics | _timings(self.seconds) if row else self.row_so_far()
         self.tracking.log(metrics, step)
+        self.is_in_step = False
+        self.add_record(row=None)
         self.console.show_step(step, total_steps, metrics)
         if self.is_ending:
             self.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
+
+    def log(self, metrics: Mapping[str, Metric | float]) -> None:
+        """Adds metrics to the row of the present step."""
+        numbers = {name: each.value if isinstance(each, Metric) else each for name, each in metrics.items()}
+        self.metrics |= numbers
 
     def row_so_far(self) -> dict[str, float]:
         """The metrics of the present step with its times until now."""
@@ -204,16 +220,32 @@ class RunRecorder:
     def terminate(self, number: int, frame: Any) -> None:
         """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves, or else now."""
         if not self.saves_when_ended or self.is_ending:
-            self.pending = None
+            self.begun = self.pending = None
             raise KeyboardInterrupt
         self.is_ending = True  # no more: a handler must not print while the console does
 
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
-        """Keeps the state of a step whose metrics are logged until `commit_checkpoint` finds its files written."""
-        assert self.pending is None
-        self.pending = PendingCheckpoint(partial, step, state | self.state_of_record(), groups)
+        """Keeps the state of a step until `commit_checkpoint` finds its files written.
+
+        Within a step it becomes the state at the step's end. Where it is committed before, the checkpoint has the row
+        so far, with which a run that goes on finishes the step.
+        """
+        assert self.pending is None and self.begun is None
+        self.begun = PendingCheckpoint(partial, step, state, groups)
+
+    def add_record(self, row: dict[str, float] | None) -> None:
+        """Adds the record so far to the state that was begun, with a row that is not in it."""
+        if not self.begun:
+            return
+        begun, self.begun = self.begun, None
+        unwritten = {LAST_ROW: {name: float(value) for name, value in row.items()}} if row else {}
+        self.pending = replace(begun, state=begun.state | unwritten | self.state_of_record())
+
+    def complete_checkpoint(self, step: int) -> None:
+        """The step's validation is recorded, too. Raises OSError."""
+        self.renew_checkpoint(step, {IS_COMPLETE: True})
 
     def renew_checkpoint(self, step: int, changes: dict[str, Any]) -> None:
         """Changes the state of a complete checkpoint. Raises OSError."""
@@ -234,6 +266,7 @@ class RunRecorder:
 
         The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
         """
+        self.add_record(self.row_so_far() if self.is_in_step else None)
         if self.pending is None or (files := self.pending.files(wait, timeout_s)) is None:
             return
         pending, self.pending = self.pending, None
@@ -250,6 +283,7 @@ class RunRecorder:
             self._close(outcome)
 
     def _close(self, outcome: str) -> None:
+        self.begun = None  # of a step that has not ended
         try:
             self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)  # the run was interrupted or failed meanwhile
         except (WorkerError, CallTimeout, OSError) as error:

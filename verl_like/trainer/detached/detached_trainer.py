@@ -2,10 +2,10 @@
 
 import contextlib
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -17,32 +17,38 @@ from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer import engine_check
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.checkpoint import Checkpoint, PendingCheckpoint, partial_of_step, save_models, save_training
+from verl_like.trainer.checkpoint import Checkpoint, partial_of_step, save_training
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
-from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, remote, side_named
+from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, SideRecorder, remote, side_named
 from verl_like.trainer.detached.weight_turns import WeightTurns
-from verl_like.trainer.experience_maker import Experience
-from verl_like.trainer.learner import Learner, Update
+from verl_like.trainer.experience import Experience, Update
+from verl_like.trainer.learner import Learner
 from verl_like.trainer.metrics import batch_metrics
 from verl_like.trainer.ppo_inputs import load_ptx_dataset
 from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import placement_rows
+from verl_like.trainer.training_loop import TrainingLoop
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.flops import ModelCost
 
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1, "turns": 32})
-class DetachedPPOTrainer(Side):
+class DetachedPPOTrainer(Side, TrainingLoop):
     """The driver of one trainer, a named Ray actor, which pushes weights if it is the first of its model.
+
+    Its loop is that of every trainer. Its experience comes out of the buffer, and makers validate.
 
     `experience_maker_holder_name_list` are the makers that get them; `env_info` says which of the trainers of the model
     this is, and where they meet. The other arguments are those of `Side`.
     """
+
+    recorder: SideRecorder
+    val_dataset: None = None
 
     def __init__(
         self,
@@ -63,20 +69,27 @@ class DetachedPPOTrainer(Side):
         # As long as it takes to send them, and before that for a maker to be started again.
         self.turns = WeightTurns(self.name, 3 * config.trainer.call_timeout_s)
         self.buffer = ExperienceBuffer(self.ledger, self.index, limit=room)
-        self.pending: PendingCheckpoint | None = None
+        self.numbers: list[int] = []
+        """The groups of the present step."""
+        self.batches: list[DataProto] = []
+        """Their rows, by the parts in which they were taken."""
+        self.counts: Mapping[str, int] = {}
+        """What became of all prompts, where this was the last trainer to do the step."""
 
     def fit(
         self,
-        total_steps: int,
+        total_steps: int | None = None,
         update_steps: int = 1,
         train_epochs: int | None = None,
         resumed: Checkpoint | None = None,
     ) -> int:
         """Trains for `total_steps`, with a push of the weights after every `update_steps` and after the last.
 
-        `train_epochs` are passes over one batch, by default `ppo_epochs`. `resumed` goes on after its step. Returns the
-        version of the weights.
+        The steps are by default `trainer.total_training_steps`, and `train_epochs`, the passes over one batch,
+        `ppo_epochs`. `resumed` goes on after its step. Returns the version of the weights.
         """
+        self.ends_after = self.total_steps = total_steps or self.config.num_steps_of_run
+        self.update_steps = update_steps
         if train_epochs is not None:
             epochs = {f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")}
             self.config = self.config.updated(epochs)
@@ -84,74 +97,88 @@ class DetachedPPOTrainer(Side):
             self.start()
             if resumed:
                 self.recorder.notes += self.learner.restore(resumed.folder, resumed.step)
+        self.trained, self.global_step = self.learner.trained, self.learner.version
         self.push()
-        data = self.config.data
-        num_parts = self.config.num_parts_of_step
-        step_started = time.time()
-        for version in range(self.learner.version, total_steps):
-            self.recorder.seconds = {}
-            step, numbers, batches, updates = version + 1, [], [], []
-            for part in range(1, num_parts + 1):
-                with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
-                    taken, batch = self.take(data.train_batch_size // num_parts, version)
-                numbers += taken
-                batches.append(batch.select())
-                batch.meta_info["part_of_step"] = (part, num_parts)
-                if self.config.algorithm.rollout_correction.bypass_mode:
-                    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-                with self.recorder.timer("update"):
-                    work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-                    updates.append(self.learner.learn(Experience(batch, work, {})))
-                    self.report_files(wait=False)  # while the update runs
-                    if part < num_parts:
-                        updates[-1].get()
-            made = [self.buffer.metrics.popleft() for _ in range(len(self.buffer.metrics))]
-            with self.recorder.timer("update"):
-                batch = concat_samples(batches) if num_parts > 1 else batches[0]
-                metrics = [batch_metrics(batch, data.max_prompt_length, data.max_response_length)]
-                pending = [future for update in updates for future in update.pending]
-                update = Update(pending, merge_metrics([update.metrics for update in updates]))
-                updated_metrics = update.get()
-            # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
-            size = updated_metrics.get("actor/eff_sample_size", Metric.mean(1.0)).value
-            counts = self.ledger.trained(numbers, version, size)
-            is_last = step == min(total_steps, self.ledger.last_step())
-            save_freq = self.config.trainer.save_freq
-            saves = is_last or (save_freq > 0 and step % save_freq == 0)
-            # The last trainer that has done the step knows what became of its prompts.
-            saved = {"ledger": self.ledger.state() if counts else None} if saves else None
-            metrics += [*made, updated_metrics]
-            metrics += [{f"detached/{name}": Metric.max(count) for name, count in counts.items()}]
-            if step % update_steps == 0 or step == total_steps:
-                with self.recorder.timer("export_weights"):
-                    self.push()
-            self.comparisons.in_step = False
-            if saved:
-                folder = partial_of_step(Path(self.config.trainer.default_local_dir), step)
-                with self.recorder.timer("save_checkpoint"):
-                    self.report_files(wait=True)  # of the one before
-                    save_training(self.learner.trained, folder)
-                    self.pending = PendingCheckpoint(folder, step, {}, self.learner.trained)
-                    if is_last:
-                        save_models(self.learner.trained, folder)
-                        self.report_files(wait=True)
-            self.turns.end_step()  # now that no call of the workers is under way
-            now = time.time()
-            seconds = {"step": now - step_started} | self.recorder.seconds
-            metrics += [{f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}]
-            self.recorder.rows.append((step, merge_metrics(metrics), now, saved))
-            step_started = now
-            if is_last:
-                break
-        return self.learner.version
+        return super().fit()
 
-    def take(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends, for which the ledger may bring it forward."""
+        return self.ends_after
+
+    def run_step(self) -> None:
+        super().run_step()
+        self.turns.end_step()  # now that no call of the workers is under way
+
+    def take(self) -> Iterator[Experience]:
+        """The groups of the present step out of the buffer; mini-batch by mini-batch where that is the same."""
+        num_parts = self.config.num_parts_of_step
+        num_groups = self.config.data.train_batch_size // num_parts
+        self.numbers, self.batches = [], []
+        for part in range(1, num_parts + 1):
+            with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
+                numbers, batch = self.wait_for_groups(num_groups, version=self.global_step - 1)
+            self.numbers += numbers
+            self.batches.append(batch.select())
+            batch.meta_info["part_of_step"] = (part, num_parts)
+            if self.config.algorithm.rollout_correction.bypass_mode:
+                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            with self.recorder.timer("update"):
+                work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+                yield Experience(batch, work, {})
+                self.update.finish()
+
+    def wait_for_groups(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
         """Waits for what the step after `version` trains next, and then until the weights may change."""
         # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
         deadline_s = 2 * self.config.trainer.call_timeout_s
         taken = self.buffer.take(num_groups, version, deadline_s, self.turns.raise_failure)
         self.begin_step(version)
         return taken
+
+    def learn(self, experience: Experience) -> Update:
+        self.update = self.learner.learn(experience)
+        return self.update
+
+    def metrics_of(self, experience: Experience) -> dict[str, Metric]:
+        """Those of the whole step when its last part is there, and what makers measured of the groups until then."""
+        part, num_parts = experience.batch.meta_info["part_of_step"]
+        if part < num_parts:
+            return {}
+        data = self.config.data
+        batch = concat_samples(self.batches) if num_parts > 1 else self.batches[0]
+        metrics = batch_metrics(batch, data.max_prompt_length, data.max_response_length)
+        made = [self.buffer.metrics.popleft() for _ in range(len(self.buffer.metrics))]
+        return merge_metrics([metrics, *made])
+
+    def account(self, learned: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Tells the ledger that the groups are trained; returns its counts."""
+        # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
+        size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
+        self.counts = self.ledger.trained(self.numbers, self.global_step - 1, size)
+        self.ends_after = min(self.total_steps, self.ledger.last_step())
+        return {f"detached/{name}": Metric.max(count) for name, count in self.counts.items()}
+
+    def hand_on(self) -> None:
+        """Pushes the weights, if it is their turn. Then makers may compare themselves with the actor again."""
+        if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
+            with self.recorder.timer("export_weights"):
+                self.push()
+        self.comparisons.in_step = False
+
+    def validate(self) -> dict[str, float]:
+        raise AssertionError("the first maker validates, with the versions that it has")
+
+    def save(self) -> Path:
+        """Every trainer writes its part into the folder of the run's checkpoint."""
+        self.recorder.commit_checkpoint(wait=True)  # the one before
+        folder = partial_of_step(Path(self.config.trainer.default_local_dir), self.global_step)
+        save_training(self.trained, folder)
+        return folder
+
+    def state(self) -> dict[str, Any]:
+        """The ledger's, of the last trainer that has done the step: it knows what became of its prompts."""
+        return {"ledger": self.ledger.state() if self.counts else None}
 
     def begin_step(self, version: int) -> None:
         """Before a step changes the weights, waits for makers whose engines are to be compared with them."""
@@ -194,12 +221,6 @@ class DetachedPPOTrainer(Side):
         """Sends the weights to the maker that holds them, whose `num_receivers` processes load them meanwhile."""
         with self.turns.loading(maker):
             self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
-
-    def report_files(self, wait: bool) -> None:
-        """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""
-        if self.pending and (files := self.pending.files(wait)):
-            self.recorder.files.append((self.pending.step, files))
-            self.pending = None
 
     def start(self) -> None:
         """Starts the workers and loads the models."""

@@ -15,7 +15,7 @@ import ray
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Metric, Part
+from verl_like.protocol import DataProto, Future, Part
 from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
@@ -39,8 +39,8 @@ from verl_like.trainer.detached.side import (
     side_named,
 )
 from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
+from verl_like.trainer.maker_driver import get_maker_driver
 from verl_like.trainer.ppo_inputs import check_inputs, prompt_sampler
-from verl_like.trainer.ppo_trainer import get_maker_driver
 from verl_like.trainer.ppo_workers import load_models
 from verl_like.trainer.roles import Role
 from verl_like.trainer.run_recorder import placement_rows
@@ -395,9 +395,9 @@ class ExperienceMakerHolder(Side):
     def validate(self) -> None:
         """Validates with the weights that this maker has, for the next report."""
         self.run.global_step = self.validated = self.version
-        with self.recorder.timer("testing"):
-            metrics = {name: Metric.mean(value) for name, value in self.run.validate().items()}
-        self.recorder.rows.append((self.version, metrics, time.time(), None))
+        with self.recorder.validation():
+            metrics = self.run.validate()
+        self.recorder.log_validation(metrics, self.version)
 
     def finish(self, version: int) -> None:
         """After the loop: takes the last weights and validates with them, unless that was done."""

@@ -1,7 +1,7 @@
 """The record of a detached run: what makers and trainers report is written in the order of the training steps."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
@@ -17,14 +17,14 @@ class DetachedRecord:
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config, self.recorder = config, recorder
         resumed = recorder.resumed.checkpoint if recorder.resumed else None
-        self.rows: dict[int, list[tuple[Mapping[str, Metric], float, Mapping[str, Any] | None]]] = defaultdict(list)
+        self.rows: dict[int, list[tuple[Mapping[str, Metric], float]]] = defaultdict(list)
         """What the trainers that have done a step reported of it, see `SideRecorder.rows`."""
+        self.states: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        """What trainers saved of a step, see `SideRecorder.states`."""
         self.waits: dict[str, dict[float, float]] = defaultdict(dict)
         """When each side waited for others: the ends by the starts."""
         self.step = resumed.step if resumed else 0
         """The last one that is written."""
-        self.saved: list[Mapping[str, Any]] = []
-        """What each trainer saved after this step."""
         self.files: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         """The files of the trainers that have written theirs, by the step."""
         self.begun: PendingCheckpoint | None = None
@@ -39,13 +39,14 @@ class DetachedRecord:
         for event in report.events:
             self.recorder.record(event)
         self.waits[name].update(report.waits)
-        # Before a trainer waits for experience, there is nothing to save.
-        self.recorder.saves_when_ended |= name in self.config.trainer_names and len(report.waits) > 0
-        for step, metrics, ended, saved in report.rows:
+        self.recorder.saves_when_ended |= report.saves_when_ended
+        for step, metrics, ended in report.rows:
             if name in self.config.maker_names:
                 self.validations[step] = metrics
             else:
-                self.rows[step].append((metrics, ended, saved))
+                self.rows[step].append((metrics, ended))
+        for step, state in report.states:
+            self.states[step].append(state)
         for step, files in report.files:
             self.files[step].append(files)
         for note in report.notes:
@@ -57,8 +58,8 @@ class DetachedRecord:
             self.commit_checkpoint()  # the one before, which trainers wait for before they save again
             self.log_validations(step - 1)
             self.log_step(step)
-            if self.saved:
-                self.begin_checkpoint()
+            if states := self.states.pop(step, []):
+                self.begin_checkpoint(states)
         self.commit_checkpoint()
         self.log_validations(self.step)
 
@@ -70,20 +71,20 @@ class DetachedRecord:
 
     def log_step(self, step: int) -> None:
         """Writes the metrics of a step, which all trainers have done."""
-        rows, ended, saved = zip(*self.rows.pop(step), strict=True)
+        rows, ended = zip(*self.rows.pop(step), strict=True)
         values = metric_values(merge_metrics(rows))
         values |= {"training/global_step": step} | self.idle_shares(max(ended), values["timing_s/step"])
         self.recorder.timeline.start_step(step)
         self.recorder.tracking.log(values, step)
         self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
-        self.step, self.saved = step, [each for each in saved if each]
+        self.step = step
 
-    def begin_checkpoint(self) -> None:
+    def begin_checkpoint(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Keeps the state of the step written last, which the trainers saved, until their files are written."""
-        (ledger,) = [each["ledger"] for each in self.saved if each["ledger"]]
-        state = {"ledger": ledger, "validated": self.validated}
-        self.recorder.begin_checkpoint(partial_of_step(self.recorder.run_dir, self.step), self.step, state, {})
-        self.begun, self.recorder.pending = self.recorder.pending, None  # else a run that ends now would complete it
+        (ledger,) = [each["ledger"] for each in states if each["ledger"]]
+        state = {"ledger": ledger, "validated": self.validated} | self.recorder.state_of_record()
+        # Not with the recorder: a run that ends now would complete it.
+        self.begun = PendingCheckpoint(partial_of_step(self.recorder.run_dir, self.step), self.step, state, {})
 
     def commit_checkpoint(self) -> None:
         """Makes what was begun a checkpoint, if all trainers have written their files."""

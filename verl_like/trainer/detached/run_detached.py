@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import getattr_static
 from typing import Any
 
 import ray
@@ -53,8 +54,7 @@ DISPLAY = replace(
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
 OF_MAKERS = {name for name in vars(MakerDriver) if not name.startswith("_")}
-"""What makers call of a plugin's trainer. They have no learner. The ledger says which prompts they take, and has what a
-run that goes on needs to know."""
+"""What a maker has of its driver."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
 """Where an exception, unlike a death, comes from wrong input or from the program."""
 
@@ -74,14 +74,18 @@ def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack)
 
 
 def check_trainer(trainer: type[RayPPOTrainer]) -> None:
-    """Raises ValueError for a plugin's trainer that has a method of its own which no maker calls."""
-    inherited = [name for name in dir(RayPPOTrainer) if not name.startswith("_") and name not in OF_MAKERS]
-    own = [name for name in inherited if getattr(trainer, name) is not getattr(RayPPOTrainer, name)]
-    if own:
-        raise ValueError(
-            f"the plugin's trainer {trainer.__name__} has its own {', '.join(own)}, which detached training does not "
-            f"call: there a trainer may change {', '.join(sorted(OF_MAKERS))}; train with main_ppo, or without it"
-        )
+    """Raises ValueError for a plugin's trainer with methods of its own: none of them is called in detached training."""
+    inherited = [name for name in dir(RayPPOTrainer) if not name.startswith("_")]
+    own = [name for name in inherited if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name)]
+    if not own:
+        return
+    of_makers = [name for name in own if name in OF_MAKERS]
+    driver = "a subclass of MakerDriver that is registered with register_maker_driver of verl_like.trainer.maker_driver"
+    advice = f"move {', '.join(of_makers)} to {driver}, " if of_makers else ""
+    raise ValueError(
+        f"the plugin's trainer {trainer.__name__} has its own {', '.join(own)}, which detached training does not call: "
+        f"{advice}train with main_ppo, or without the plugin"
+    )
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:

@@ -8,22 +8,25 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from verl_like.plugins import import_plugins
-from verl_like.protocol import Metric
+from verl_like.protocol import Metric, merge_metrics
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerDied
 from verl_like.single_controller.ray.node_watch import of_memory_monitor
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.checkpoint import PendingCheckpoint
 from verl_like.trainer.detached.config import DetachedConfig
-from verl_like.trainer.resume import changed_inputs
+from verl_like.trainer.resume import ResumedRun, changed_inputs
 
 LEDGER = "ledger"
 """Name of the actor that is the run's `PromptLedger`."""
@@ -56,9 +59,11 @@ class SideRecorder:
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
-    rows: deque[tuple[int, Mapping[str, Metric], float, Mapping[str, Any] | None]] = field(default_factory=deque)
-    """(training step, metrics, when it ended, what was saved after it) of a trainer, (version, metrics, when, None) of
-    a maker's validations. Saved is the state of the `ledger`, which the last trainer to do the step has."""
+    rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
+    """(training step, metrics, when it ended) of a trainer, (version, metrics, when) of a maker's validations."""
+    states: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
+    """(training step, what a trainer saved of it beside its files), see `DetachedPPOTrainer.state`. It is reported with
+    the row of the step, or before."""
     files: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
     """(training step, the files that the ranks of a trainer wrote of its checkpoint, see `PendingCheckpoint`)."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
@@ -75,6 +80,13 @@ class SideRecorder:
     """The phase of the side's loop, and since when."""
     thread: int = 0
     """Of the side's loop, which measures the phases."""
+    run_dir: Path = field(default_factory=Path)
+    resumed: ResumedRun | None = None
+    """None: a trainer is told what it goes on with."""
+    saves_when_ended: bool = False
+    is_ending: bool = False
+    """SIGTERM comes to the run, which has the ledger say after which step it ends."""
+    pending: PendingCheckpoint | None = None
 
     def record(self, event: CallEvent) -> None:
         """Adds a call of a worker."""
@@ -100,6 +112,54 @@ class SideRecorder:
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 
+    @contextmanager
+    def step(
+        self, step: int, total_steps: int, row: dict[str, float] | None = None
+    ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
+        """Times a step of a trainer; metrics given to the yielded function are in its row."""
+        started = time.time()
+        given: list[Mapping[str, Any]] = []
+        self.seconds = {}
+
+        def log(metrics: Mapping[str, Metric | float]) -> None:
+            assert all(isinstance(metric, Metric) for metric in metrics.values()), "rows of several trainers are merged"
+            given.append(metrics)
+
+        yield log
+        ended = time.time()
+        seconds = {"step": ended - started} | self.seconds
+        timings = {f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}
+        self.rows.append((step, merge_metrics([*given, timings]), ended))
+
+    def validation(self) -> AbstractContextManager[None]:
+        """The phase of a validation."""
+        return self.timer("testing")
+
+    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
+        """Adds a row for the validation of a version."""
+        self.rows.append((step, {name: Metric.mean(value) for name, value in metrics.items()}, time.time()))
+
+    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """No: in detached training validations come after saves."""
+        return False
+
+    def begin_checkpoint(
+        self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
+    ) -> None:
+        """Keeps what the run saves of a step, until `commit_checkpoint` finds the files of this trainer written."""
+        assert self.pending is None
+        self.states.append((step, state))
+        self.pending = PendingCheckpoint(partial, step, state, groups)
+
+    def commit_checkpoint(self, wait: bool) -> None:
+        """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""
+        if self.pending and (files := self.pending.files(wait)) is not None:
+            self.files.append((self.pending.step, files))
+            self.pending = None
+
+    def complete_checkpoint(self, step: int) -> None:
+        """Nothing: the run does when the makers have validated."""
+
     def show_generations(
         self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
     ) -> None:
@@ -110,12 +170,14 @@ class SideRecorder:
         # The loop may add to them meanwhile.
         events = deque(self.events.popleft() for _ in range(len(self.events)))
         rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
+        states = deque(self.states.popleft() for _ in range(len(self.states)))  # those of the rows among them
         files = deque(self.files.popleft() for _ in range(len(self.files)))  # those from before the rows among them
         notes = deque(self.notes.popleft() for _ in range(len(self.notes)))
         phase, since = self.doing
         waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
         waits.extend(self.waits.popleft() for _ in range(len(self.waits)))
-        return replace(self, events=events, rows=rows, files=files, waits=waits, notes=notes, seconds={})
+        report = replace(self, events=events, rows=rows, states=states, files=files, waits=waits, notes=notes)
+        return replace(report, seconds={}, pending=None)
 
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""

@@ -1,12 +1,14 @@
 """Trains one model on examples, with one worker group."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
+from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.experience import Experience, Update
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.trainer.supervised.config import RMConfig, SupervisedConfig
 from verl_like.trainer.training_loop import TrainingLoop
@@ -43,21 +45,22 @@ class SupervisedTrainer(TrainingLoop):
             for note in self.group.load_checkpoint(str(resumed.checkpoint.folder / "model" / "checkpoint"))[0]:
                 self.recorder.say(note)
 
-    def next_step(self) -> dict[str, float]:
+    def take(self) -> Iterator[Experience]:
+        """The (B,) examples of the present step."""
         epoch, rows = self.sampler.batch(self.global_step - 1)
-        return self.step(self.train_dataset.collate(rows)) | {"training/epoch": epoch}
+        batch = self.train_dataset.collate(rows)
+        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+        num_tokens = Metric.sum(work.tokens_B.sum())
+        yield Experience(batch, work, {"training/epoch": Metric.max(epoch), "perf/total_num_tokens": num_tokens})
+
+    def learn(self, experience: Experience) -> Update:
+        """Submits one optimizer step."""
+        work, num_examples = experience.work, self.config.data.train_batch_size
+        update = work.submit(self.group.update_model, experience.batch, num_examples)
+        return Update([update], work.metrics(self.group.update_model, num_examples))
 
     def validation_is_due(self, is_last: bool) -> bool:
         return is_last or super().validation_is_due(is_last)
-
-    def step(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on (B,) examples; returns its metrics."""
-        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-        update = work.submit(self.group.update_model, batch, self.config.data.train_batch_size)
-        self.recorder.commit_checkpoint(wait=False)  # while the update runs
-        own = {"perf/total_num_tokens": Metric.sum(work.tokens_B.sum())}
-        own |= work.metrics(self.group.update_model, self.config.data.train_batch_size)
-        return metric_values(merge_metrics([own, update.get().meta_info["metrics"]]))
 
     def validate(self) -> dict[str, float]:
         """The means of `evaluate` over the validation set: loss and accuracy as `val-core/`, others as `val-aux/`."""
