@@ -49,7 +49,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         import gc
         (socket,) = [each.fileno() for each in gc.get_objects() if type(each).__name__ == "Connection"]
         contents = {"bytes": b"\\xff\\xfe", "list": b"[1]", "deep": b"[" * 9000, "key": b'{"score": 1.0, "more": 2}',
-                    "text": b'{"score": "1", "ran": [1, 2, 3]}', "early": b'{"score": 7.0, "ran": [1, 2, 3]}'}
+                    "text": b'{"score": "1", "ran": [1, 2, 3]}', "early": b'{"score": 7.0, "ran": [1, 2, 3]}',
+                    "true": b'{"score": true, "ran": [1, 2, 3]}', "no time": b'{"score": 7.0}',
+                    "null time": b'{"score": 7.0, "ran": null}', "short time": b'{"score": 7.0, "ran": [1, 2]}',
+                    "odd process": b'{"score": 7.0, "ran": [NaN, 2, 3]}'}
         content = contents[solution_str[6:]]
         os.write(socket, len(content).to_bytes(4, "big") + content)
     if solution_str == "raise long": raise ValueError("x" * 50_000_000 + "the end")

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from reward_processes import sample
 
-from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardSample
+from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardResult, RewardSample
+from verl_like.rewards.process import Answer
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,24 @@ def test_reward_kwargs_and_async_functions(reward_file: str) -> None:
         4.5,
     ]
     manager.close()
+
+
+def test_a_function_is_called_with_the_values_of_a_sample_and_with_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def few(**arguments):\n"
+        "    return {'score': 1.0, 'arguments': arguments}\n"
+        "def all(raw_prompt, **arguments):\n"
+        "    return {'score': 1.0, 'arguments': arguments | {'raw_prompt': raw_prompt}}\n"
+    )
+    prompt = [{"role": "user", "content": "1+1"}]
+    values = {"data_source": "a", "solution_str": "b", "ground_truth": ["2"], "extra_info": {"index": 7}}
+    scored = RewardSample("row 7", raw_prompt=prompt, **values)
+    for name, further in [("few", {}), ("all", {"raw_prompt": prompt})]:
+        manager = RewardManager(RewardFunctionSpec(str(file), name), num_workers=1)
+        result = manager.submit([scored]).get()
+        manager.close()
+        assert result.extra["arguments"].tolist() == [values | further]
 
 
 def test_a_callable_object_is_a_reward_function(reward_file: str) -> None:
@@ -168,6 +187,11 @@ def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
         ("write deep", ["it sent what is no answer, b'[[[[["]),
         ("write key", ["it sent what is no answer, {'score': 1.0, 'more': 2}"]),
         ("write text", ["it sent what is no answer, {'score': '1'"]),
+        ("write true", ["it sent what is no answer, {'score': True"]),
+        ("write no time", ["it sent what is no answer, {'score': 7.0}"]),
+        ("write null time", ["it sent what is no answer, {'score': 7.0, 'ran': None}"]),
+        ("write short time", ["it sent what is no answer, {'score': 7.0, 'ran': [1, 2]}"]),
+        ("write odd process", ["it sent what is no answer, {'score': 7.0, 'ran': [nan, 2, 3]}"]),
     ],
 )
 def test_on_error_fail_names_the_sample_the_cause_and_the_way_out(
@@ -197,6 +221,36 @@ def test_results_that_are_accepted(failing: RewardManager, returned: str, score:
     result = failing.submit([sample(f"return {returned}")]).get()
     assert (result.scores.tolist(), result.skipped.tolist()) == ([score], [skipped])
     assert result.num_errors == 0
+
+
+def test_a_result_is_what_its_answers_come_to() -> None:
+    result = RewardResult(
+        [
+            Answer(score=0.1, extra={"length": 3, "right": True}, ran=(70, 1.0, 2.0)),
+            Answer(extra={"said": "x"}, ran=(50, 1.5, 3.0)),
+            Answer(error="it raised", ran=(70, 2.0, 2.5)),
+            Answer(score=0.0, error="it raised a TimeoutError", timed_out=True, ran=(50, 3.0, 4.0)),
+            Answer(error="it hung", timed_out=True),
+            Answer(score=2, extra={"length": None, "said": None}, ran=(70, 4.0, 5.0)),
+        ]
+    )
+    assert result.scores.dtype == np.float32
+    assert result.scores.tolist() == [np.float32(0.1), 0.0, 0.0, 0.0, 0.0, 2.0]
+    assert result.skipped.tolist() == [False, True, True, False, True, False]
+    assert list(result.extra) == ["length", "right", "said"]
+    np.testing.assert_array_equal(result.extra["length"], [3] + [np.nan] * 5)
+    np.testing.assert_array_equal(result.extra["right"], [1] + [np.nan] * 5)
+    assert result.extra["said"].tolist() == [None, "x", None, None, None, None]
+    assert [values.dtype for values in result.extra.values()] == [np.float64, np.float64, object]
+    assert (result.num_errors, result.num_timeouts) == (1, 2)
+    assert result.ran == [(70, 1.0, 2.0), (50, 1.5, 3.0), (70, 2.0, 2.5), (50, 3.0, 4.0), (70, 4.0, 5.0)]
+    assert [result.extra[name] is result.extra[name] for name in result.extra] == [True] * 3, "each is made once"
+
+
+def test_no_answers_come_to_empty_columns() -> None:
+    result = RewardResult([])
+    assert (result.scores.shape, result.scores.dtype) == ((0,), np.float32)
+    assert (result.skipped.shape, result.skipped.dtype, result.extra) == ((0,), np.bool_, {})
 
 
 @pytest.mark.parametrize("manager_name", ["failing", "skipping"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from verl_like.protocol import DataProto, metric_values
+from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
@@ -145,6 +145,17 @@ def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer
     assert [row.sum().item() for row in result.batch["rule_scores"].unbind()] == [1.0, 2.0, 0.0]
     metrics = metric_values(result.meta_info["metrics"])
     assert (metrics["reward/num_skipped"], metrics["reward/num_errors"], metrics["reward/early_ratio"]) == (1, 1, 0)
+
+
+def test_a_batch_without_a_row_for_a_rule_has_the_columns_all_the_same(scorer: RuleScorer):
+    asked = prompts()
+    for spec in asked.non_tensor_batch["reward_model"]:
+        spec["style"] = "model"
+    result = PendingScores(scorer, asked, num_samples=1).complete(generated(scorer, ["1", "x", "y"])).get()
+    assert [row.tolist() for row in result.batch["rule_scores"].unbind()] == [[0.0, 0.0]] * 3
+    assert result.batch["is_skipped"].tolist() == [False] * 3
+    assert result.non_tensor_batch == {}
+    assert result.meta_info["metrics"]["reward/early_ratio"] == Metric.mean(0.0, weight=0)
 
 
 def test_each_reward_process_is_a_rank_of_the_timeline(scorer: RuleScorer):

@@ -1,20 +1,22 @@
 """Scores samples in reward processes: isolated from the driver, with a deadline for every sample."""
 
+import functools
 import logging
 import math
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import psutil
 
 from verl_like.rewards.loader import RewardFunctionSpec
-from verl_like.rewards.process import START_S, ProcessDied, RewardProcess
+from verl_like.rewards.process import START_S, Answer, ProcessDied, RewardProcess
+from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.scoring_server import clipped
 
 logger = logging.getLogger(__name__)
@@ -32,42 +34,55 @@ def most_workers() -> int:
 
 
 @dataclass(frozen=True)
-class RewardSample:
-    """One response to score. `solution_str` is the decoded response only, without the prompt."""
-
-    name: str  # what messages call it, such as "sample uid '0-17'"
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any] | None = None
-    raw_prompt: list[dict[str, Any]] | None = None  # chat messages
-
-
-@dataclass(frozen=True)
 class RewardResult:
-    """The results of B samples, in their order."""
+    """The answers to B samples, in their order, and what they come to."""
 
-    scores: np.ndarray  # (B,) float32; 0 where skipped, and where on_error="score" replaced a failure
-    skipped: np.ndarray  # (B,) bool: the function returned None, or failed under on_error="skip"
-    extra: dict[str, np.ndarray]  # (B,) float64, NaN where missing, if all are numbers; else object, None where missing
-    num_errors: int  # samples whose function raised, died or returned something unusable
-    num_timeouts: int  # samples without an answer within timeout_s or with a TimeoutError; not in num_errors
-    ran: list[tuple[int, float, float]]  # (process id, start, end) of each sample that had an answer, by time.time()
+    answers: list[Answer]
+    """Of one that failed under on_error="score" the score is 0, beside the error."""
+
+    @functools.cached_property
+    def scores(self) -> np.ndarray:
+        """(B,) float32; 0 where skipped, and where on_error="score" replaced a failure."""
+        return np.array([answer.score or 0.0 for answer in self.answers], dtype=np.float32)
+
+    @functools.cached_property
+    def skipped(self) -> np.ndarray:
+        """(B,) bool: the function returned None, or failed under on_error="skip"."""
+        return np.array([answer.score is None for answer in self.answers], dtype=np.bool_)
+
+    @functools.cached_property
+    def extra(self) -> dict[str, np.ndarray]:
+        """What the function returned beside the score, (B,) by name.
+
+        It is float64, NaN where missing, if all are numbers; else object, None where missing.
+        """
+        columns = {}
+        for key in dict.fromkeys(key for answer in self.answers for key in answer.extra):
+            values = [answer.extra.get(key) for answer in self.answers]
+            if all(value is None or isinstance(value, bool | int | float) for value in values):
+                columns[key] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+            else:
+                columns[key] = np.fromiter(values, dtype=object, count=len(values))
+        return columns
+
+    @property
+    def num_errors(self) -> int:
+        """Samples whose function raised, died or returned something unusable."""
+        return sum(bool(answer.error) and not answer.timed_out for answer in self.answers)
+
+    @property
+    def num_timeouts(self) -> int:
+        """Samples without an answer within timeout_s or with a TimeoutError; not in `num_errors`."""
+        return sum(bool(answer.error) and answer.timed_out for answer in self.answers)
+
+    @property
+    def ran(self) -> list[tuple[int, float, float]]:
+        """(process id, start, end) of each sample that had an answer, by time.time()."""
+        return [answer.ran for answer in self.answers if answer.ran is not None]
 
 
 class RewardError(RuntimeError):
     """A sample that could not be scored under on_error="fail"."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """One sample's outcome: a score (None = skip), or the error it ended with."""
-
-    score: float | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
-    timed_out: bool = False
-    ran: tuple[int, float, float] | None = None
 
 
 class RewardManager:
@@ -102,7 +117,7 @@ class RewardManager:
         self.on_error = on_error
         self.redacted = redacted
         self._is_closed = False
-        self._futures: list[Future[_Answer]] = []
+        self._futures: list[Future[Answer]] = []
         loaded = reward_fn.as_it_is_now()
         self._processes = [RewardProcess(loaded, timeout_s, max_memory_gb) for _ in range(num_workers)]
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
@@ -156,7 +171,7 @@ class RewardManager:
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
         if errors:
             logger.warning("%s\nreward.on_error=skip leaves such samples out of the run.", message)
-        return _extra_columns(answers)
+        return RewardResult(answers).extra
 
     def close(self) -> None:
         """Stops the reward processes; samples that are still being scored are cancelled."""
@@ -167,13 +182,13 @@ class RewardManager:
         for process in self._processes:
             process.stop()
 
-    def schedule(self, sample: RewardSample) -> "Future[_Answer]":
+    def schedule(self, sample: RewardSample) -> "Future[Answer]":
         """Scores one sample as soon as a process is free."""
         future = self._threads.submit(self._score, sample)
         self._futures.append(future)
         return future
 
-    def _score(self, sample: RewardSample) -> _Answer:
+    def _score(self, sample: RewardSample) -> Answer:
         """Runs in a thread; raises RewardError if no process can be started any more."""
         process = self._free.get_nowait()  # there are as many as threads
         failed = f"the reward of {sample.name} (data_source {sample.data_source!r}) failed: "
@@ -183,23 +198,22 @@ class RewardManager:
         except ProcessDied as error:
             if self._is_closed:
                 raise CancelledError from error
-            return _Answer(error=f"{failed}its worker process is gone: {error}")
+            return Answer(error=f"{failed}its worker process is gone: {error}")
         except TimeoutError:
             cause = f"no answer within reward.timeout_s={self.timeout_s:g} s, its process was killed"
-            return _Answer(error=f"{failed}{cause} (standard error says where it hung)", timed_out=True)
+            return Answer(error=f"{failed}{cause} (standard error says where it hung)", timed_out=True)
         finally:
             self._free.put(process)
-        pid, started, ended = answer.ran
-        error_text = failed + clipped(self.redacted(answer.error), _MAX_ERROR_CHARS) if answer.error else ""
-        return _Answer(answer.score, answer.extra, error_text, answer.timed_out, (int(pid), started, ended))
+        if not answer.error:
+            return answer
+        return answer.model_copy(update={"error": failed + clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)})
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Hands the sample to a process; one that died while it was idle, or dies while it loads, is replaced."""
-        arguments = {name: value for name, value in vars(sample).items() if name != "name"}
         causes = []
         for _ in range(_ATTEMPTS):
             try:
-                return process.begin(arguments)
+                return process.begin(sample)
             except ProcessDied as error:
                 if self._is_closed:
                     raise
@@ -219,7 +233,7 @@ class PendingRewards:
     def __init__(self, manager: RewardManager, num_samples: int, num_ahead: int) -> None:
         self._manager = manager
         self._num_samples = num_samples
-        self._submitted: dict[int, tuple[RewardSample, Future[_Answer]]] = {}
+        self._submitted: dict[int, tuple[RewardSample, Future[Answer]]] = {}
         rounds = math.ceil((num_ahead + num_samples) / manager.num_workers)
         self._longest_s = START_S + rounds * (manager.timeout_s + manager.restart_s)
 
@@ -248,23 +262,15 @@ class PendingRewards:
                 raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
         errors = [answer for answer in answers if answer.error]
         if errors and manager.on_error == "score":
-            answers = [replace(answer, score=0.0) if answer.error else answer for answer in answers]
+            answers = [answer.model_copy(update={"score": 0.0}) if answer.error else answer for answer in answers]
         if errors:
             logger.warning(
                 "%d of %d samples could not be scored (reward.on_error=%s), the first: %s",
                 len(errors), len(answers), manager.on_error, errors[0].error,
             )  # fmt: skip
-        num_timeouts = sum(answer.timed_out for answer in errors)
-        return RewardResult(
-            scores=np.array([answer.score or 0.0 for answer in answers], dtype=np.float32),
-            skipped=np.array([answer.score is None for answer in answers], dtype=np.bool_),
-            extra=_extra_columns(answers),
-            num_errors=len(errors) - num_timeouts,
-            num_timeouts=num_timeouts,
-            ran=[answer.ran for answer in answers if answer.ran is not None],
-        )
+        return RewardResult(answers)
 
-    def answers(self) -> Iterator[_Answer]:
+    def answers(self) -> Iterator[Answer]:
         """Yields every sample's outcome in order, each when it is known; raises as `get` does under any `on_error`."""
         deadline = time.monotonic() + self._longest_s
         assert not self.missing(), "a sample was never submitted"
@@ -279,15 +285,3 @@ class PendingRewards:
                     f"{num_missing} of {self._num_samples} samples were not scored within {self._longest_s:.0f} s, "
                     f"the first is {sample.name}: raise reward.num_workers, or lower reward.timeout_s"
                 ) from None
-
-
-def _extra_columns(answers: list[_Answer]) -> dict[str, np.ndarray]:
-    """The functions' extra metrics, one array of B per key."""
-    columns = {}
-    for key in dict.fromkeys(key for answer in answers for key in answer.extra):
-        values = [answer.extra.get(key) for answer in answers]
-        if all(value is None or isinstance(value, bool | int | float) for value in values):
-            columns[key] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-        else:
-            columns[key] = np.fromiter(values, dtype=object, count=len(values))
-    return columns

@@ -12,9 +12,10 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Strict, ValidationError
 
 from verl_like.rewards.loader import RewardFunctionSpec
+from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.scoring_server import MAX_ANSWER_BYTES
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE, descendants
 
@@ -29,16 +30,19 @@ class ProcessDied(RuntimeError):
 
 
 class Answer(BaseModel):
-    """What a reward process says of a sample: its score, or None to leave it out, or the error that it ended with."""
+    """What came of a sample: its score, or None to leave it out, or the error that it ended with.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    A reward process sends it as JSON text. The driver makes it for a sample whose process ended without one.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     score: float | None = None
     extra: dict[str, Any] = {}
     error: str = ""
     timed_out: bool = False
-    ran: Annotated[list[float], Field(min_length=3, max_length=3)]
-    """Process id, and start and end as of time.time()."""
+    ran: Annotated[tuple[int, float, float], Strict(False)] | None = None  # JSON has lists, and no tuples
+    """Process id, and start and end as of time.time(); None without an answer of the process."""
 
 
 class RewardProcess:
@@ -76,8 +80,8 @@ class RewardProcess:
             self.stop()
             raise ValueError(problem)
 
-    def begin(self, sample: dict[str, Any]) -> None:
-        """Starts the process if needed and sends it a sample (the function's arguments); returns when it begins.
+    def begin(self, sample: RewardSample) -> None:
+        """Starts the process if needed and sends it a sample; returns when it begins.
 
         Raises what `start` does; ProcessDied means that the sample is not the cause.
         """
@@ -96,9 +100,12 @@ class RewardProcess:
         """
         message = self._receive(self.timeout_s)
         try:
-            return Answer.model_validate(message)
+            answer = Answer.model_validate(message)
         except ValidationError as error:
             raise self._no_answer(message) from error
+        if answer.ran is None:
+            raise self._no_answer(message)
+        return answer
 
     def kill(self) -> None:
         """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when no thread does."""

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.rewards import loader, registry, remote
+from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.supervisor import supervise
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -49,12 +50,10 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
     connection.send_bytes(json.dumps({"load_error": problem and clipped(problem, _MAX_ERROR_CHARS)}).encode())
     while problem is None:
         try:
-            sample = connection.recv()
+            sample: RewardSample = connection.recv()
         except (EOFError, ConnectionResetError):  # the driver is gone
             return
         connection.send_bytes(b'{"begun": true}')
-        if not loader.takes_raw_prompt(reward_fn):
-            del sample["raw_prompt"]
         started = time.time()
         # Says where a function hangs, on standard error, just before the driver stops this process.
         faulthandler.dump_traceback_later(0.9 * timeout_s, file=_STANDARD_ERROR)
@@ -64,11 +63,17 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
         connection.send_bytes(json.dumps(answer | ran).encode())
 
 
-def _score(
-    reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: dict[str, Any]
-) -> dict[str, Any]:
+def _score(reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: RewardSample) -> dict[str, Any]:
+    """The fields of the sample's `Answer`, but the time that it took."""
+    further = {"raw_prompt": sample.raw_prompt} if loader.takes_raw_prompt(reward_fn) else {}
     try:
-        result = reward_fn(**sample)
+        result = reward_fn(
+            data_source=sample.data_source,
+            solution_str=sample.solution_str,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+            **further,
+        )
         if inspect.isawaitable(result):
             result = loop.run_until_complete(result)
         return _checked(result)

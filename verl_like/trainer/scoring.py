@@ -14,7 +14,9 @@ from verl_like.protocol import DataProto, Future, Metric
 from verl_like.protocol.padded import view_of_samples
 from verl_like.protocol.row_ops import jagged_on_last_token
 from verl_like.protocol.samples import SampleRows
-from verl_like.rewards.manager import RewardError, RewardManager, RewardSample
+from verl_like.rewards.manager import RewardError, RewardManager, RewardResult
+from verl_like.rewards.process import Answer
+from verl_like.rewards.sample import RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.worker import Worker
@@ -23,6 +25,7 @@ from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
 
 _PAUSE_S = 0.01
+_LEFT_TO_MODELS = Answer(score=0.0)  # of a row without a rule
 RULE_COLUMNS = {"rule_scores": 1.0}
 EXTRA_PREFIX = "reward_extra/"
 """What a reward function returns besides the score, per sample, becomes columns with this prefix."""
@@ -259,32 +262,22 @@ class PendingScores:
         """Returns `rule_scores` (B * num_samples, R) float32, `is_skipped` (B * num_samples,) bool, and what the reward
         function added."""
         assert self.mask is not None, "complete(batch) comes before get()"
-        result = self.pending.get()
+        answers = dict(zip(self.rows, self.pending.get().answers, strict=True))
+        result = RewardResult([answers.get(row, _LEFT_TO_MODELS) for row in range(len(self.mask))])
         self.scorer.report(result.ran)
-        scores_B = self._for_all_rows(result.scores, 0.0)  # of one that was skipped it is 0, too
-        all_extra = self.scorer.with_all_numbers(result.extra, len(result.scores))
-        extra = {
-            f"{EXTRA_PREFIX}{name}": self._for_all_rows(values, None if values.dtype == object else np.nan)
-            for name, values in all_extra.items()
-        }
+        extra = self.scorer.with_all_numbers(result.extra, len(self.mask))
         metrics = {
-            "reward/early_ratio": Metric.mean(self.num_early / max(1, len(result.scores)), weight=len(result.scores)),
+            "reward/early_ratio": Metric.mean(self.num_early / max(1, len(answers)), weight=len(answers)),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
         }
         columns = {
-            "rule_scores": jagged_on_last_token(torch.from_numpy(scores_B), self.mask),
-            "is_skipped": torch.from_numpy(self._for_all_rows(result.skipped, False)),
+            "rule_scores": jagged_on_last_token(torch.from_numpy(result.scores), self.mask),
+            "is_skipped": torch.from_numpy(result.skipped),
         }
-        return DataProto.from_dict(columns, extra, meta_info={"metrics": metrics})
-
-    def _for_all_rows(self, values: np.ndarray, other: object) -> np.ndarray:
-        """One entry a row of the batch, `other` where a row was not scored."""
-        assert self.mask is not None
-        column = np.full(len(self.mask), other, dtype=values.dtype)
-        column[self.rows] = values
-        return column
+        non_tensors = {f"{EXTRA_PREFIX}{name}": values for name, values in extra.items()}
+        return DataProto.from_dict(columns, non_tensors, meta_info={"metrics": metrics})
 
 
 def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
