@@ -149,7 +149,7 @@ class RunRecorder:
         metrics = self.metrics | _timings(self.seconds) if row else self.row_so_far()
         self.tracking.log(metrics, step)
         self.is_in_step = False
-        self.add_record(row=None)
+        self.add_record()
         self.console.show_step(step, total_steps, metrics)
         if self.is_ending:
             self.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
@@ -235,13 +235,15 @@ class RunRecorder:
         assert self.pending is None and self.begun is None
         self.begun = PendingCheckpoint(partial, step, state, groups)
 
-    def add_record(self, row: dict[str, float] | None) -> None:
-        """Adds the record so far to the state that was begun, with a row that is not in it."""
+    def add_record(self) -> None:
+        """Adds the record so far to the state that was begun, with the row of the step if it is not written."""
         if not self.begun:
             return
-        begun, self.begun = self.begun, None
-        unwritten = {LAST_ROW: {name: float(value) for name, value in row.items()}} if row else {}
-        self.pending = replace(begun, state=begun.state | unwritten | self.state_of_record())
+        state = self.begun.state | self.state_of_record()
+        if self.is_in_step:
+            state[LAST_ROW] = {name: float(value) for name, value in self.row_so_far().items()}
+        self.pending = replace(self.begun, state=state)
+        self.begun = None
 
     def complete_checkpoint(self, step: int) -> None:
         """The step's validation is recorded, too. Raises OSError."""
@@ -266,7 +268,7 @@ class RunRecorder:
 
         The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
         """
-        self.add_record(self.row_so_far() if self.is_in_step else None)
+        self.add_record()
         if self.pending is None or (files := self.pending.files(wait, timeout_s)) is None:
             return
         pending, self.pending = self.pending, None
