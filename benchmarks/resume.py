@@ -26,14 +26,14 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def seconds_to_first_step(folder: Path, num_rows: int, world: list[str]) -> float:
-    """Runs the command until one more row is in the metrics and there is a checkpoint."""
+def seconds_to_first_step(folder: Path, num_rows: int, world: list[str], tree: Path = ROOT) -> float:
+    """Runs the command of a checkout until one more row is in the metrics and there is a checkpoint."""
     command = [sys.executable, "-m", "verl_like.trainer.main_ppo", "--config-dir", "examples/split_placement/config"]
     command += ["--config-name", "toy", f"trainer.default_local_dir={folder}", "trainer.save_freq=1"]
     command += ["trainer.val_before_train=false", "trainer.test_freq=-1", *world]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while len(rows_of(folder)) != num_rows + 1:
         assert process.poll() is None and time.perf_counter() - started < 300
         time.sleep(0.02)
