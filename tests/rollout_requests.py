@@ -406,7 +406,7 @@ def assert_drawn_by(
     With `kv="recompute"` the model computes the whole text before the token, with `kv="keep"` what was not computed
     before, so that a text has keys and values of several models.
     """
-    tokens = list(completion.token_ids)
+    tokens = completion.token_ids.tolist()
     version_of = {t: version for version, start, end in completion.versions for t in range(start, end)}
     text = torch.tensor([[*request.prompt_ids, *tokens]])
     cache: Any = DynamicCache()

@@ -58,7 +58,7 @@ def make_pairs(engine: RolloutEngine, dataset: PromptDataset) -> list[dict]:
     requests = engine.rules().requests_of(prompts, "the dataset")
     engine.submit(requests)
     completions = dict(each for ended in engine.stream() for each in ended)
-    token_ids = [completions[request.name].token_ids for request in requests]
+    token_ids = [completions[request.name].token_ids.tolist() for request in requests]
     texts = load_tokenizer(engine.model_config).batch_decode(token_ids, skip_special_tokens=True)
     of_prompts = [texts[start : start + engine.config.n] for start in range(0, len(texts), engine.config.n)]
     return [

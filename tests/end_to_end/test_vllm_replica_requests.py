@@ -136,10 +136,10 @@ def test_both_ranks_take_the_same_requests_and_weights_between_the_same_steps(
 
     first, second, alone = drawn
     for name in "abc":
-        assert list(first[name].token_ids) == list(second[name].token_ids) == list(alone[name].token_ids)
+        assert first[name].token_ids.tolist() == second[name].token_ids.tolist() == alone[name].token_ids.tolist()
         assert first[name].versions == second[name].versions == alone[name].versions
         for other in (second, alone):
-            assert list(other[name].log_probs) == pytest.approx(list(first[name].log_probs), abs=1e-5)
+            assert other[name].log_probs.tolist() == pytest.approx(first[name].log_probs.tolist(), abs=1e-5)
         assert_drawn_by({3: model, 5: changed}, requests[name], first[name], kv="recompute")
     length = {name: len(completion.token_ids) for name, completion in first.items()}
     assert first["a"].versions == ((3, 0, 5), (5, 5, length["a"]))

@@ -51,7 +51,7 @@ def in_engine(process: Any, run: Callable[..., Any], *args: Any) -> Any:
 
 
 def tokens(completions: dict[str, Completion]) -> dict[str, list[int]]:
-    return {name: list(completion.token_ids) for name, completion in completions.items()}
+    return {name: completion.token_ids.tolist() for name, completion in completions.items()}
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
@@ -65,7 +65,7 @@ def test_greedy_tokens_for_the_comparison_are_of_temperature_1_and_leave_nothing
     assert after["b"].num_cached_tokens == 0  # LONGEST was drawn for too
     assert len(drawn) == 3
     for prompt, completion in zip(([10, 11, 12], [20], LONGEST), drawn.values(), strict=True):
-        tokens = list(completion.token_ids)
+        tokens = completion.token_ids.tolist()
         assert len(tokens) == 8
         of_text = model[1](torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         assert of_text.argmax(-1).tolist() == tokens
@@ -103,7 +103,7 @@ def test_each_request_is_sampled_and_ended_as_it_says(engines: dict[str, Any], m
     for request in requests:
         assert_drawn_by({3: model[1]}, request, completions[request.name], kv="recompute")
     assert [len(completions[name].token_ids) for name in "abc"] == [9, 9, 9]
-    ended = [list(completions[f"until {name}"].token_ids) for name in "abc"]
+    ended = [completions[f"until {name}"].token_ids.tolist() for name in "abc"]
     assert all(2 <= tokens[-1] < 40 and not any(2 <= token < 40 for token in tokens[:-1]) for tokens in ended)
 
 

@@ -281,7 +281,7 @@ def test_responses_are_told_as_they_end_and_a_generation_can_be_given_up(
     call(process, "load_weights", export(tied_model[1], 2), 2)
     parts, output = ray.get(process.run.remote("stream_sequences", prompt_batch()), timeout=DEADLINE_S)
     responses = rows_of(output, "responses")
-    told = [(row_of(request), list(completion.token_ids)) for part in parts for request, completion in part]
+    told = [(row_of(request), completion.token_ids.tolist()) for part in parts for request, completion in part]
     lengths = [len(token_ids) for _, token_ids in told]
     # A step of the engine is a token of every response, so they end in the order of their lengths.
     assert lengths == sorted(lengths) and len(parts) >= 3

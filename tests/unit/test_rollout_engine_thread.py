@@ -16,6 +16,7 @@ from rollout_requests import SAMPLING, assert_drawn_by, make_requests, openmp_li
 from test_rollout_requests import PROMPTS, export, make_engine, tokens
 from transformers import LlamaForCausalLM
 
+from verl_like.protocol.row_ops import deep_equal
 from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, RolloutError, engine_thread
 from verl_like.workers.rollout.engine_thread import EngineThread
 from verl_like.workers.weight_sync import WeightSyncError
@@ -448,7 +449,9 @@ def test_a_stream_gives_each_response_once_with_its_request_and_leaves_others_al
     given = [each for ended in thread.stream(named("a", "b", "c", "d", "e")) for each in ended]
     assert sorted(request.name for request, _ in given) == ["a", "b", "c", "d", "e"]
     assert all(request in REQUESTS for request, _ in given)
-    assert {request.name: completion for request, completion in given} == {name: expected[name] for name in "abcde"}
+    assert deep_equal(
+        {request.name: completion for request, completion in given}, {name: expected[name] for name in "abcde"}
+    )
     assert tokens(collect_all(thread)) == {name: tokens(expected)[name] for name in "fg"}
 
 
@@ -545,7 +548,7 @@ def test_ranks_do_the_same_between_the_same_steps_though_one_is_asked_later(
     second.may_begin.set()
     answers.append(later(*asked[-1]))
     [answer.result(LIMIT_S) for answer in answers]
-    assert collect_all(second) == completions
+    assert deep_equal(collect_all(second), completions)
     assert second.done == first.done
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from verl_like.protocol import DataProto, Metric, pad_dataproto_to_divisor
 from verl_like.protocol.padded import padded
-from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
+from verl_like.protocol.row_ops import deep_equal, jagged_from_lists, jagged_parts
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.rollout import RolloutEngine, RolloutError, get_rollout_engine
@@ -237,6 +237,14 @@ def test_a_prompt_that_is_there_twice_or_without_a_uid_is_refused(model: tuple[s
         generate_sequences(engine, prompt_batch().select(non_tensor_batch_keys=[]))
 
 
+def test_lists_of_tokens_and_log_probabilities_become_arrays_and_arrays_stay() -> None:
+    token_ids, log_probs = np.array([40, 1]), np.array([-0.5, -1.0], np.float32)
+    given = Completion(token_ids, log_probs, ((7, 0, 2),))
+    assert given.token_ids is token_ids and given.log_probs is log_probs
+    made = Completion([40, 1], [-0.5, -1.0], ((7, 0, 2),))
+    assert deep_equal(made, given) and not deep_equal(made, dataclasses.replace(given, log_probs=[-0.5, -0.75]))
+
+
 GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0], ((7, 0, 3),))
 SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
 
@@ -302,7 +310,7 @@ def test_finished_responses_are_told_while_others_are_generated(model: tuple[str
     assert lengths == sorted(lengths) and len(parts) == len(set(lengths)) > 2, "a step is a token of each response"
     for request, completion in told:
         row = 3 * int(request.uid.removeprefix("0-")) + request.index
-        assert list(completion.token_ids) == rows_of(output, "responses")[row]
+        assert completion.token_ids.tolist() == rows_of(output, "responses")[row]
 
 
 def test_an_engine_that_gets_no_prompt_returns_no_row_with_all_columns(model: tuple[str, LlamaForCausalLM]) -> None:

@@ -108,7 +108,7 @@ def let_go(steps: StepByStep) -> None:
 def told_by(call: Any) -> dict[tuple[str, int], list[int]]:
     """The tokens of what a call's stream gives, each once, by uid and number."""
     told = [each for ended in call.stream() for each in ended]
-    tokens = {(request.uid, request.index): list(completion.token_ids) for request, completion in told}
+    tokens = {(request.uid, request.index): completion.token_ids.tolist() for request, completion in told}
     assert len(tokens) == len(told)
     return tokens
 
@@ -394,7 +394,7 @@ def test_what_a_replica_told_as_a_call_was_begun_again_does_not_count(
 
     def collect_and_begin_again(wait_s: float) -> Any:
         answers = collect(wait_s)
-        if not told and (names := [name for answer in answers for name in answer.names]):
+        if not told and (names := [name for completions, _ in answers for name in completions]):
             told.extend(names)
             group.load_weights(exported, version=4, drain=False)
             call.call.begin_again()

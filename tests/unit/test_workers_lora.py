@@ -212,7 +212,7 @@ def complete(engine: RolloutEngine) -> list[tuple[list[int], list[float]]]:
     requests = [GenerationRequest(f"r{i}", ids, i, sampling) for i, ids in enumerate([[5, 9, 12], [7]])]
     engine.submit(requests)
     ended = sorted((pair for pairs in engine.stream() for pair in pairs), key=lambda pair: pair[0])
-    return [(list(each.token_ids), each.log_probs) for _, each in ended]
+    return [(each.token_ids.tolist(), each.log_probs.tolist()) for _, each in ended]
 
 
 def test_an_engine_has_the_frozen_model_and_gets_the_adapter_or_says_that_it_did_not(

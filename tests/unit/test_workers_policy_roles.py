@@ -171,7 +171,7 @@ def test_a_rank_that_is_not_collected_draws_the_same_and_tells_and_keeps_nothing
     assert deep_equal(end.value.value.batch["responses"], whole.batch["responses"])
     rollout.submit_requests(engine.rules().requests_of(prompts(), "a call"))
     rollout.load_weights(actor.export_weights(version=4), version=4)  # after the last one has ended
-    assert rollout.collect_completions(0.0)[0].unpacked() == {} and not thread._ended
+    assert rollout.collect_completions(0.0)[0] == ({}, 0) and not thread._ended
 
 
 def test_exporting_leaves_the_actor_as_it_is(config):

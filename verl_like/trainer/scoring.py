@@ -224,7 +224,7 @@ class PendingScores:
     def add(self, finished: Sequence[FinishedRequest]) -> None:
         """Starts scoring responses that are complete while others are still being generated."""
         early = {
-            self.slots[request.uid, request.index]: np.asarray(completion.token_ids).tolist()
+            self.slots[request.uid, request.index]: completion.token_ids.tolist()
             for request, completion in finished
             if (request.uid, request.index) in self.slots
         }

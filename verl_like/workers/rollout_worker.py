@@ -13,7 +13,7 @@ from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.batch import RequestRules, assemble, greedy_requests, names_of_real
 from verl_like.workers.rollout.engine_thread import EngineThread
-from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest, PackedCompletions
+from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
 from verl_like.workers.rollout.router import after_requests, call_by_requests
 from verl_like.workers.weight_sync import WeightExport
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
@@ -120,16 +120,16 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.engine_thread.submit(requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
-    def collect_completions(self, wait_s: float) -> PackedCompletions:
-        """The responses that have ended since the call before; see `EngineThread.collect`.
+    def collect_completions(self, wait_s: float) -> tuple[dict[str, Completion], int]:
+        """The responses that have ended since the call before, see `EngineThread.collect`, and how many requests the
+        rank still has.
 
         There are none on ranks that are not collected.
         """
         if not self.rollout.is_collect:
             self.engine_thread.collect(0.0)
-            return PackedCompletions.of({}, 0)
-        ended = self.engine_thread.collect(wait_s)
-        return PackedCompletions.of(ended, self.engine_thread.num_left())
+            return {}, 0
+        return self.engine_thread.collect(wait_s), self.engine_thread.num_left()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def abort_requests(self, names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -45,7 +46,7 @@ class _Response:
         for version, tokens in groupby(self.versions):
             start = spans[-1][2] if spans else 0
             spans.append((version, start, start + len(list(tokens))))
-        return Completion(self.token_ids, self.log_probs, tuple(spans))
+        return Completion(np.array(self.token_ids, np.int64), np.array(self.log_probs, np.float32), tuple(spans))
 
 
 @dataclass

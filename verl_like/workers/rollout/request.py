@@ -1,8 +1,7 @@
 """A generation request, what comes of it, and the check of that."""
 
 import hashlib
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,56 +43,25 @@ class GenerationRequest:
     """Among the responses to the prompt."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """The response to a request: its tokens, the last of which may be a stop token, and their log-probabilities."""
+    """The response to a request: its tokens, the last of which may be a stop token, and their log-probabilities.
 
-    token_ids: Sequence[int] | np.ndarray
-    log_probs: Sequence[float] | np.ndarray
+    Lists of tokens and log-probabilities become arrays.
+    """
+
+    token_ids: np.ndarray
+    """(length,) int64."""
+    log_probs: np.ndarray
+    """(length,) float32."""
     versions: tuple[VersionSpan, ...]
     """Spans that follow each other from the first token to the last."""
     num_cached_tokens: int = 0
     """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
 
-
-@dataclass(frozen=True)
-class PackedCompletions:
-    """Completions by the names of their requests, as they travel: N of them in a few arrays."""
-
-    names: list[str]
-    token_ids: np.ndarray
-    """(sum of lengths,) int64."""
-    log_probs: np.ndarray
-    """(sum of lengths,) float32."""
-    ends: np.ndarray
-    """(N,) int64, where each one ends in these."""
-    versions: list[tuple[VersionSpan, ...]]
-    num_cached_tokens: list[int]
-    num_left: int
-    """Requests that the rollout process still has."""
-
-    @classmethod
-    def of(cls, completions: Mapping[str, Completion], num_left: int) -> "PackedCompletions":
-        each = list(completions.values())
-        ends = np.cumsum([len(one.token_ids) for one in each], dtype=np.int64)
-        num_tokens = int(ends[-1]) if each else 0
-        token_ids = itertools.chain.from_iterable(one.token_ids for one in each)
-        log_probs = itertools.chain.from_iterable(one.log_probs for one in each)
-        return cls(
-            names=list(completions),
-            token_ids=np.fromiter(token_ids, np.int64, num_tokens),
-            log_probs=np.fromiter(log_probs, np.float32, num_tokens),
-            ends=ends,
-            versions=[one.versions for one in each],
-            num_cached_tokens=[one.num_cached_tokens for one in each],
-            num_left=num_left,
-        )
-
-    def unpacked(self) -> dict[str, Completion]:
-        """The completions, whose tokens and log-probabilities are views of the arrays."""
-        parts = np.split(self.token_ids, self.ends[:-1]), np.split(self.log_probs, self.ends[:-1])
-        columns = zip(*parts, self.versions, self.num_cached_tokens, strict=True) if self.names else ()
-        return {name: Completion(*values) for name, values in zip(self.names, columns, strict=True)}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int64))
+        object.__setattr__(self, "log_probs", np.asarray(self.log_probs, np.float32))
 
 
 FinishedRequest = tuple[GenerationRequest, Completion]
@@ -112,15 +80,16 @@ def check_completion(completion: Completion, who: str, sampling: Sampling, *, vo
     length = len(completion.token_ids)
     if not 1 <= length <= sampling.max_tokens:
         raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
-    if not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
-        raise RolloutError(f"{who} has tokens outside of the vocabulary of {vocab_size}: {completion.token_ids}.")
+    if not 0 <= completion.token_ids.min() <= completion.token_ids.max() < vocab_size:
+        token_ids = completion.token_ids.tolist()
+        raise RolloutError(f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids}.")
     if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
         raise RolloutError(
             f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
             f"which does not end a response (those that do: {sampling.stop_token_ids})."
         )
     if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
-        raise RolloutError(f"{who} has {length} tokens but log-probabilities {list(completion.log_probs)}.")
+        raise RolloutError(f"{who} has {length} tokens but log-probabilities {completion.log_probs.tolist()}.")
     starts = [start for _, start, _ in completion.versions]
     ends = [end for _, _, end in completion.versions]
     if starts != [0, *ends[:-1]] or ends[-1] != length or any(start >= end for _, start, end in completion.versions):

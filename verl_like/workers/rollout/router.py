@@ -5,7 +5,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
@@ -13,13 +13,7 @@ from verl_like.single_controller.dispatch import PerRank
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.worker_group import LOOK_S, BoundMethod, WorkerGroup
 from verl_like.workers.rollout.batch import RequestRules, assemble, names_of_real
-from verl_like.workers.rollout.request import (
-    Completion,
-    FinishedRequest,
-    GenerationRequest,
-    PackedCompletions,
-    RolloutError,
-)
+from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest, RolloutError
 from verl_like.workers.rollout.routing import RequestQueue
 
 COLLECT_S, LONGEST_COLLECT_S = 0.05, 0.4
@@ -322,18 +316,19 @@ class RequestRouter:
             time.sleep(_LOCAL_PAUSE_S)
         self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
 
-    def _take_in(self, answers: Sequence[PackedCompletions]) -> bool:
-        """Takes what replicas answer; returns whether anything has ended. Raises RolloutError for a lost request."""
-        for replica, answer in enumerate(answers):
-            for name, completion in answer.unpacked().items():
+    def _take_in(self, answers: Sequence[tuple[Mapping[str, Completion], int]]) -> bool:
+        """Takes what has ended on each replica, which says how many requests it still has; returns whether anything
+        has. Raises RolloutError for a lost request."""
+        for replica, (completions, _) in enumerate(answers):
+            for name, completion in completions.items():
                 self._ended(replica, name, completion)
         self.changed.notify_all()
-        for replica, answer in enumerate(answers):
-            if answer.num_left:
+        for replica, (_, num_left) in enumerate(answers):
+            if num_left:
                 continue
             if lost := [name for name in self.sent if self.queue.replica_of[name] == replica]:
                 raise RolloutError(f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}.")
-        return any(answer.names for answer in answers)
+        return any(completions for completions, _ in answers)
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
         if name in self.aborted or name not in self.calls:  # it was begun again meanwhile

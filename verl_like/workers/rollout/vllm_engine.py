@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -315,4 +316,5 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     (output,) = request.outputs
     versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
-    return Completion(list(output.token_ids), output.logprobs.logprobs, versions, request.num_cached_tokens or 0)
+    token_ids, log_probs = np.array(output.token_ids, np.int64), np.array(output.logprobs.logprobs, np.float32)
+    return Completion(token_ids, log_probs, versions, request.num_cached_tokens or 0)
