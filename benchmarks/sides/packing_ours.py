@@ -7,6 +7,7 @@ from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.packing_data import LONGEST, PROMPT, VOCABULARY, columns
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import without_padding
+from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import Rows, pack
@@ -38,8 +39,9 @@ def step() -> dict[str, Any]:
     policy = state["policy"]
     policy.zero_grad()
     with stopwatch() as seconds:
-        packed = pack(state["rows"])
-        log_probs_BR = packed.unpack(policy(packed, 1.0)[0])
+        micro = MicroBatch(state["rows"], "cpu")
+        packed = pack(micro.on_host)
+        log_probs_BR = micro.of_rows(packed.unpack(policy(packed, 1.0)[0]))
         (-log_probs_BR.sum() / state["rows"].num_scored_B.sum()).backward()
     grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
     return {"seconds": seconds[0], "log_probs": log_probs_BR.detach().numpy(), "grad_norm": grad_norm.item()}

@@ -30,6 +30,7 @@ from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
+from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.models import linear_log_prob
 from verl_like.workers.models.attention import Sequences, choose_attention, packed_varlen
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
@@ -57,6 +58,11 @@ def rows_of(data):
     return Rows.of(data.select(batch_keys=SEQUENCE_COLUMNS))
 
 
+def by_row(rows, packed, scored):
+    """What a model returns of scored tokens, (B, R)."""
+    return MicroBatch(rows, "cpu").of_rows(packed.unpack(scored))
+
+
 def unpadded(rows, row):
     """(1, length) token ids of one row, and the number of its response tokens."""
     return torch.cat([rows["prompts"][row], rows["responses"][row]])[None], int(rows["response_mask"][row].sum())
@@ -73,7 +79,7 @@ def test_packed_log_probs_and_entropies_are_those_of_single_unpadded_sequences(m
     rows = rows_of(make_batch(rows=6))
     packed = pack(rows)
     log_probs, entropies = PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7, with_entropy=True)
-    log_probs_BR, entropies_BR = packed.unpack(log_probs), packed.unpack(entropies)
+    log_probs_BR, entropies_BR = by_row(rows, packed, log_probs), by_row(rows, packed, entropies)
     hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
     for row in range(6):
         expected_log_probs, expected_entropies = reference_scores(hf, rows, row, temperature=0.7)
@@ -89,7 +95,8 @@ def test_gradients_of_log_probs_and_entropy_agree_with_float64(model_path):
     policy = PolicyModel(load(AutoModelForCausalLM, model_path))
     packed = pack(rows)
     log_probs, entropies = policy(packed, 0.7, with_entropy=True)
-    (packed.unpack(log_probs) * weights_BR + packed.unpack(entropies) * weights_BR.flip(0)).sum().backward()
+    log_probs_BR, entropies_BR = by_row(rows, packed, log_probs), by_row(rows, packed, entropies)
+    (log_probs_BR * weights_BR + entropies_BR * weights_BR.flip(0)).sum().backward()
 
     hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager").double()
     total = 0.0
@@ -161,7 +168,7 @@ def test_packed_log_probs_and_gradients_of_a_family_are_those_of_its_own_attenti
     rows = rows_of(make_batch(rows=4))
     assert rows.lengths_B.max() > 6  # longer than the windows
     packed = pack(rows)
-    log_probs_BR = packed.unpack(PolicyModel(hf)(packed, 1.0)[0])
+    log_probs_BR = by_row(rows, packed, PolicyModel(hf)(packed, 1.0)[0])
     log_probs_BR.sum().backward()
     for row in range(4):
         expected, _ = reference_scores(reference, rows, row, temperature=1.0)
@@ -177,10 +184,10 @@ def test_packed_log_probs_and_gradients_of_a_family_are_those_of_its_own_attenti
 def test_changing_one_sequence_changes_no_other(family):
     policy = PolicyModel(reference_and_packed(FAMILIES[family])[1])
     rows = rows_of(make_batch(rows=3))
-    before = pack(rows).unpack(policy(pack(rows), 1.0)[0])
+    before = by_row(rows, pack(rows), policy(pack(rows), 1.0)[0])
     changed = replace(rows, columns={**rows.columns, "prompts": rows["prompts"].clone()})
     changed["prompts"][1][-1] = 40 - changed["prompts"][1][-1]
-    after = pack(changed).unpack(policy(pack(changed), 1.0)[0])
+    after = by_row(changed, pack(changed), policy(pack(changed), 1.0)[0])
     assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
     assert not torch.equal(before[1], after[1])
 
@@ -189,7 +196,7 @@ def test_values_are_read_at_the_token_before_each_response_token(model_path):
     rows = rows_of(make_batch(rows=4))
     hf = load(AutoModelForTokenClassification, model_path, new_head_seed=3)
     packed = pack(rows)
-    values_BR = packed.unpack(ValueModel(hf)(packed))
+    values_BR = by_row(rows, packed, ValueModel(hf)(packed))
     hf.set_attn_implementation("eager")
     hf.eval()
     for row in range(4):
@@ -224,8 +231,9 @@ def test_response_tokens_that_are_not_scored_are_read_and_have_no_log_prob(model
     data = make_batch(rows=6)
     mask = data.batch["response_mask"]
     mask.values()[::2] = 0
-    packed = pack(rows_of(data))
-    log_probs_BR = packed.unpack(PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7)[0])
+    rows = rows_of(data)
+    packed = pack(rows)
+    log_probs_BR = by_row(rows, packed, PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7)[0])
     hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
     for row, is_scored in enumerate(mask):
         tokens, count = torch.cat([data.batch["prompts"][row], data.batch["responses"][row]]), len(is_scored)

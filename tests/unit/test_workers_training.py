@@ -28,6 +28,7 @@ from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.failure import WorkerError
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.engine import micro_batch
 from verl_like.workers.engine.mini_batches import MicroBatch, MiniBatch
 from verl_like.workers.models.packing import Rows
 from verl_like.workers.reference import ReferenceWorker
@@ -153,18 +154,99 @@ def test_a_sample_of_several_rows_that_is_longer_than_a_pass_may_be_has_one_of_i
     assert norms[0]["actor/grad_norm"] == pytest.approx(norms[1]["actor/grad_norm"], rel=1e-5)
 
 
-def test_a_loss_sees_the_columns_of_samples(model_path):
+def samples_of_several_rows():
     data = make_batch(rows=4)
     data.batch["sample_id"] = torch.tensor([7, 7, 3, 5])
     data.batch["weight"] = torch.tensor([0.5, 1.5, 2.5, 3.5])
+    return data
+
+
+def with_zeros(rows):
+    """Lists that are filled with zeros to RESPONSE numbers, or to the length of the longest."""
+    width = max(RESPONSE, *map(len, rows))
+    return [row + [0.0] * (width - len(row)) for row in rows]
+
+
+def test_a_loss_sees_the_columns_of_samples():
+    data = samples_of_several_rows()
     micro = MicroBatch(Rows.of(data), "cpu")
     columns = micro.by_sample()
     assert columns["weight"].tolist() == [0.5, 2.5, 3.5], "of the first row of each"
     advantages = [row.tolist() for row in data.tensors()["advantages"].unbind()]
-    of_samples = [advantages[0] + advantages[1], advantages[2], advantages[3]]
-    width = max(RESPONSE, *map(len, of_samples))
-    expected = [row + [0.0] * (width - len(row)) for row in of_samples]
+    expected = with_zeros([advantages[0] + advantages[1], advantages[2], advantages[3]])
     assert columns["advantages"].tolist() == micro.of_samples(micro["advantages"]).tolist() == expected
+
+
+def test_a_loss_sees_rows_padded_to_the_same_width_and_what_was_put_in_beside_them():
+    data = samples_of_several_rows()
+    micro = MicroBatch(Rows.of(data), "cpu")
+    advantages = [row.tolist() for row in data.tensors()["advantages"].unbind()]
+    assert micro["advantages"].tolist() == with_zeros(advantages)
+    assert set(micro) == set(micro.by_sample()) == set(data.tensors()) - {"prompts"}
+    micro["twice"], micro["advantages"] = 2 * micro["advantages"], -micro["advantages"]
+    del micro["weight"]
+    columns = micro.by_sample()
+    assert "weight" not in micro and "weight" not in columns and columns.get("weight") is None
+    of_samples = with_zeros([advantages[0] + advantages[1], advantages[2], advantages[3]])
+    assert torch.equal(columns["twice"], 2 * torch.tensor(of_samples))
+    assert torch.equal(columns["advantages"], -torch.tensor(of_samples))
+
+
+def test_what_a_model_returns_of_tokens_is_padded_by_row_and_by_sample_and_nothing_else_is():
+    micro = MicroBatch(Rows.of(samples_of_several_rows()), "cpu")
+    lengths = micro.on_host["responses"].offsets().diff().tolist()
+    values = torch.arange(1.0, sum(lengths) + 1)
+    rows = [part.tolist() for part in values.split(lengths)]
+    assert micro.of_rows(values).tolist() == with_zeros(rows)
+    by_sample = with_zeros([rows[0] + rows[1], rows[2], rows[3]])
+    assert micro.of_samples(values).tolist() == micro.of_samples(micro.of_rows(values)).tolist() == by_sample
+    assert torch.equal(micro.of_tokens(values), values) and torch.equal(micro.of_tokens(micro.of_rows(values)), values)
+    with pytest.raises(ValueError, match=rf"have shape \(4,\): give one for each of these, \({sum(lengths)},\)"):
+        micro.of_samples(torch.zeros(4))
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """The names of the columns of each micro-batch that were brought to the device, of each copy to it."""
+    copies = []
+
+    def to_device(tensors, device):
+        copies.append(tensors.keys() & {"responses", "response_mask", "advantages", "returns"})
+        return dict(tensors)
+
+    monkeypatch.setattr(micro_batch, "to_device", to_device)
+    return copies
+
+
+def test_a_pass_without_gradients_brings_no_column_to_the_device_and_an_update_all_of_them_at_once(
+    model_path, tmp_path, moved
+):
+    data, reward_model = make_batch(), reward_config(write_reward_model(tmp_path / "reward"))
+    actor, critic = actor_group(model_path, micro=4), critic_group(model_path, micro=4)
+    actor.compute_log_prob(data).get()
+    critic.compute_values(data).get()
+    local_group(RewardModelWorker, reward_model).compute_rm_score(data).get()
+    assert moved == []
+    update(actor, data)
+    update(critic, data)
+    assert moved == 2 * [{"responses", "response_mask", "advantages"}] + 2 * [{"responses", "response_mask", "returns"}]
+
+
+class PaddedActor(ActorWorker):
+    """A user's subclass whose pass returns padded rows."""
+
+    def _score(self, micro, **options):
+        return tuple(map(micro.of_rows, super()._score(micro, **options)))
+
+
+def test_a_subclass_may_return_padded_rows(model_path):
+    data = make_batch()
+    data.batch["sample_id"] = torch.tensor([0, 0, 1, 2, 3, 4, 5, 5])
+    groups = [local_group(worker, policy_config(model_path, micro=3)) for worker in (ActorWorker, PaddedActor)]
+    one, other = (padded_output(data, group.compute_log_prob(data).get()) for group in groups)
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    metrics = [update(group, data) for group in groups]
+    assert metrics[0]["actor/grad_norm"] == metrics[1]["actor/grad_norm"]
 
 
 def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):

@@ -1,5 +1,6 @@
 """The policy that is trained: its log-probabilities, its updates, and its weights for the rollout."""
 
+from collections import ChainMap
 from functools import partial
 from typing import Any
 
@@ -193,11 +194,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         log_prob_BR, *entropy_BR = map(micro.of_samples, self._score(micro, with_entropy=with_entropy))
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        inputs: dict[str, Any] = {**columns, "old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
+        inputs: dict[str, Any] = {"old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
         inputs |= {"entropy": entropy_BR[0]} if with_entropy else {}
         inputs |= {"loss_agg_mode": actor.loss_agg_mode, "options": self.loss_options}
         inputs["config"] = actor.model_copy(update={"global_batch_info": mini_batch.global_batch_info})
-        loss, values = call_by_name(self.policy_loss_fn, inputs)
+        loss, values = call_by_name(self.policy_loss_fn, ChainMap(inputs, columns))
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
@@ -230,5 +231,5 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022, arXiv:2203.02155, eq. 2)."""
         packed = self.engine.pack(micro.on_host)
         (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
-        loss = -packed.unpack(log_probs).sum() / max(mini_batch.num_tokens, 1)
+        loss = -micro.of_rows(packed.unpack(log_probs)).sum() / max(mini_batch.num_tokens, 1)
         return self.config.actor.ptx_coef * loss, {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

@@ -24,7 +24,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def _score(
         self, micro: MicroBatch, *, with_entropy: bool, with_sum_pi_squared: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`: (b, R) each."""
+        """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`: (K,) each."""
         packed = self.engine.pack(micro.on_host)
         scores = self.engine.run(packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared)
         return tuple(map(packed.unpack, scores))

@@ -102,7 +102,7 @@ class ModelWorker(Worker):
         phase: str,
     ) -> DataProto:
         """Runs the model over all rows without gradients; `compute` maps a micro-batch of b rows to the values of
-        `columns`, (b, R) each."""
+        `columns`, one for each of the K response tokens, (K,), or padded (b, R)."""
         rows = Rows.of(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)

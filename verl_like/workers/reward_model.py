@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from verl_like.algorithms.masked import on_last_token
 from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_on_last_token
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.engine.mini_batches import MicroBatch, forward
@@ -47,8 +47,10 @@ class RewardModelWorker(ModelWorker):
         micro_batching = MicroBatching(
             self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
         )
-        (rm_scores,) = forward(self.engine, Rows.of(data), micro_batching, self._score)
-        return DataProto.from_dict(tensors={"rm_scores": rm_scores})
+        rows = Rows.of(data)
+        (scores_B,) = forward(self.engine, rows, micro_batching, self._score, by_token=False)
+        return DataProto.from_dict(tensors={"rm_scores": jagged_on_last_token(scores_B, rows["response_mask"])})
 
     def _score(self, micro: MicroBatch) -> tuple[torch.Tensor]:
-        return (on_last_token(self.engine.run(self.engine.pack(micro.on_host)), micro["response_mask"]),)
+        """(b,)."""
+        return (self.engine.run(self.engine.pack(micro.on_host)),)

@@ -119,7 +119,7 @@ class SFTWorker(SupervisedWorker):
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """-log p(token | those before) of each learned token, (b, R)."""
-        return -_log_probs(self.engine, micro.on_host), {}
+        return -_log_probs(self.engine, micro), {}
 
 
 class RMWorker(SupervisedWorker):
@@ -206,7 +206,7 @@ class ILQLWorker(SupervisedWorker):
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the configuration."""
         settings, packed = self.training, self.engine.pack(micro.on_host)
-        columns = [packed.unpack(scored) for scored in self.engine.run(packed)]
+        columns = [micro.of_rows(packed.unpack(scored)) for scored in self.engine.run(packed)]
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -232,12 +232,12 @@ def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
     return mask_bR
 
 
-def _log_probs(engine: TrainingEngine, rows: Rows) -> torch.Tensor:
+def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
     """(b, R) float32, 0 where nothing is learned."""
-    packed = engine.pack(rows)
-    return packed.unpack(engine.run(packed, 1.0)[0])
+    packed = engine.pack(micro.on_host)
+    return micro.of_rows(packed.unpack(engine.run(packed, 1.0)[0]))
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
     """Log-probability of each answer, (b,) float32."""
-    return _log_probs(engine, micro.on_host).sum(-1)
+    return _log_probs(engine, micro).sum(-1)

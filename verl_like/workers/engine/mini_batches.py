@@ -14,19 +14,17 @@ from torch.nn import functional as F
 from verl_like.algorithms.aggregation import Aggregate, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
-from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_from_lengths, jagged_parts
-from verl_like.protocol.samples import SampleRows
+from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import own_ranks
+from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packing import Rows
-from verl_like.workers.pinned_memory import to_device, to_host
+from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
-# Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens, s samples of at most W.
-
-_IN_ROWS, _IN_SAMPLES, _FIRST_ROWS = "places in rows", "places in samples", "first rows of samples"
+# Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens.
 
 
 @dataclass(frozen=True)
@@ -121,57 +119,8 @@ class DeviceMetric:
 
 MicroMetrics = dict[str, DeviceMetric]
 
-MicroLoss = Callable[["MicroBatch", MiniBatch], tuple[torch.Tensor, MicroMetrics]]
+MicroLoss = Callable[[MicroBatch, MiniBatch], tuple[torch.Tensor, MicroMetrics]]
 """(rows of a micro-batch, its mini-batch) -> the micro-batch's share of the loss, and its metrics."""
-
-
-class MicroBatch(dict[str, torch.Tensor]):
-    """The columns of some rows on the device, those by response token padded to (b, R).
-
-    `on_host` has the rows on the host, where they are packed without a wait. Losses are of samples: `by_sample` has
-    their columns, and `of_samples` brings what a model returns of rows into that form.
-    """
-
-    def __init__(self, rows: Rows, device: str) -> None:
-        samples = SampleRows(rows.sample_starts)
-        of_tokens = {name: jagged_parts(column)[0] for name, column in rows.columns.items() if is_jagged(column)}
-        del of_tokens["prompts"]
-        of_rows = {name: column for name, column in rows.columns.items() if not is_jagged(column)}
-        self.in_rows = rows.response_places()
-        self.in_samples = self.in_rows if samples.is_plain else rows.response_places(samples.starts)
-        places = {_IN_ROWS: self.in_rows.of_values}
-        if not samples.is_plain:
-            places |= {_IN_SAMPLES: self.in_samples.of_values, _FIRST_ROWS: samples.first_rows}
-        moved = to_device({**of_tokens, **of_rows, **places}, device)
-        self.on_host, self.places = rows, moved.pop(_IN_ROWS)
-        self.places_in_samples, self.first_rows = moved.pop(_IN_SAMPLES, None), moved.pop(_FIRST_ROWS, None)
-        padded = {name: scatter(moved[name], self.places, self.in_rows.shape) for name in of_tokens}
-        super().__init__({**moved, **padded})
-
-    def of_tokens(self, values_bR: torch.Tensor) -> torch.Tensor:
-        """(b, R) -> (K,), of the response tokens."""
-        return values_bR.flatten(0, 1).index_select(0, self.places)
-
-    def of_samples(self, values_bR: torch.Tensor) -> torch.Tensor:
-        """(b, R) -> (s, W), the tokens of a sample's rows one after the other; unchanged where each is one row."""
-        if self.places_in_samples is None:
-            return values_bR
-        return scatter(self.of_tokens(values_bR), self.places_in_samples, self.in_samples.shape)
-
-    def by_sample(self) -> dict[str, torch.Tensor]:
-        """The columns with a row for each sample: (s, W) by response token, of others the entry of its first row."""
-        if self.places_in_samples is None:
-            return dict(self)
-        return {
-            name: self.of_samples(column) if column.shape[:2] == self.in_rows.shape else column[self.first_rows]
-            for name, column in self.items()
-        }
-
-
-def scatter(values: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """(K, ...) values of tokens -> (*shape, ...) with 0 elsewhere, differentiable."""
-    padded = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
-    return padded.index_copy(0, places, values).view(*shape, *values.shape[1:])
 
 
 def forward(
@@ -184,8 +133,9 @@ def forward(
 ) -> list[torch.Tensor]:
     """Runs a model over all rows without gradients; `run` maps a micro-batch of b rows to tensors.
 
-    Returns what `run` returned for all rows, in their order, on the host: jagged columns of (b, R) by response token,
-    or without `by_token` of tensors with one entry a row. A trainer can do it without other trainers of its model.
+    Returns what `run` returned for all rows, in their order, on the host: jagged columns of a value for each response
+    token, (K,) or padded (b, R), or without `by_token` of tensors with one entry a row. A trainer can do it without
+    other trainers of its model.
     """
     all_samples = torch.arange(len(rows.sample_starts) - 1)
     (micro_batches,) = _micro_batches(

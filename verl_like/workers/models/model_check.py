@@ -200,7 +200,7 @@ def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
         scored=torch.arange(1),
         labels=torch.ones(1, dtype=torch.int64),
         places=torch.zeros(1, dtype=torch.int64),
-        padded_shape=torch.Size((1, 1)),
+        num_response_tokens=1,
     )
     if sequence_parallel_size > 1:
         batch = batch.shard(_NoExchange(sequence_parallel_size))

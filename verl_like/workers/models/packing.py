@@ -119,9 +119,9 @@ class PackedBatch:
     labels: torch.Tensor
     """(M,) int64, the response tokens themselves."""
     places: torch.Tensor
-    """(M,) int64, where the scored tokens lie among the B * R of the padded rows."""
-    padded_shape: torch.Size
-    """(B, R)."""
+    """(M,) int64, which of the response tokens are scored."""
+    num_response_tokens: int
+    """K."""
     exchange: SequenceExchange | None = None
     """The ranks that share the batch; tokens and scored tokens are then this rank's alone, m of the M."""
     scored_before: int = 0
@@ -136,11 +136,12 @@ class PackedBatch:
         return replace(self, **moved)
 
     def unpack(self, scored_values: torch.Tensor) -> torch.Tensor:
-        """(M,) -> (B, R) float32, zero elsewhere; differentiable; a share's values are gathered."""
+        """(M,) -> (K,) float32, of each response token, zero of those that are not scored; differentiable; a share's
+        values are gathered."""
         if self.exchange is not None:
             scored_values = self.exchange.gather(scored_values, self.scored_before, self.num_scored)
-        padded = torch.zeros(self.padded_shape.numel(), dtype=torch.float32, device=scored_values.device)
-        return padded.index_copy(0, self.places, scored_values.float()).view(self.padded_shape)
+        values = torch.zeros(self.num_response_tokens, dtype=torch.float32, device=scored_values.device)
+        return values.index_copy(0, self.places, scored_values.float())
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
         """This rank's share of the tokens, with the scored tokens among them; `unpack` gathers their values.
@@ -202,6 +203,6 @@ def pack(rows: Rows) -> PackedBatch:
         sequence_lengths=lengths_B.tolist(),
         scored=place_of_responses[is_scored] - 1,
         labels=responses[is_scored],
-        places=rows.response_places().of_values[is_scored],
-        padded_shape=torch.Size([len(rows), rows.response_length]),
+        places=is_scored.nonzero().squeeze(1),
+        num_response_tokens=len(responses),
     )
