@@ -32,9 +32,9 @@ from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.main_ppo import WORKERS
 from verl_like.trainer.memory_pools import check_memory
 from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_inputs import check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.roles import Role
+from verl_like.trainer.run_ppo import check_ppo_inputs
 from verl_like.trainer.run_recorder import RunRecorder
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.packed_models import head_name
@@ -293,7 +293,7 @@ class PPOTrainer:
             if self.strategy.device == "cpu" and not is_local:  # as the command starts workers
                 template = worker_template.start(WORKERS)
                 cleanup.callback(template.close)
-            inputs = check_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
+            inputs = check_ppo_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
             config = inputs.config
             check_memory(config)
             if reference := inputs.role_worker_mapping.get(Role.RefPolicy):

@@ -18,6 +18,7 @@ from verl_like.trainer.experience_maker import ExperienceMaker
 from verl_like.trainer.maker_driver import MakerDriver
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer, register_trainer
 from verl_like.trainer.ppo_workers import build_role_worker_mapping
+from verl_like.trainer.run_ppo import check_ppo_inputs
 from verl_like.workers.rollout_worker import RolloutWorker
 
 
@@ -205,16 +206,38 @@ def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_i
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer, TrainerOfOtherPrompts])
-    message = "TrainerOfOtherPrompts has its own next_prompts, prompts_of, restore, state, which detached"
+    message = "call the plugin's trainer TrainerOfOtherPrompts, which has its own next_prompts, prompts_of, restore, st"
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=message):
         check_detached_inputs(config_of(), cleanup)
     learning = type("LearningTrainer", (RayPPOTrainer,), {"build_learner": lambda self: None})
-    with pytest.raises(ValueError, match=r"LearningTrainer has its own build_learner, .* call: train with main_ppo"):
+    with pytest.raises(ValueError, match=r"LearningTrainer, which has its own build_learner: train with main_ppo, or"):
         check_trainer(learning)
-    advice = r"move build_maker to a subclass of MakerDriver that is registered with register_maker_driver of"
+    advice = r"give build_maker to a subclass of MakerDriver that is registered with register_maker_driver of"
     with pytest.raises(ValueError, match=advice):
         check_trainer(TrainerOfAnotherMaker)
+    started = type("StartedTrainer", (RayPPOTrainer,), {"__post_init__": lambda self: None})
+    with pytest.raises(ValueError, match=r"StartedTrainer, which has its own __post_init__: train with main_ppo"):
+        check_trainer(started)
+    with pytest.raises(ValueError, match=r"does not call the plugin's trainer PlainTrainer: train with main_ppo"):
+        check_trainer(type("PlainTrainer", (RayPPOTrainer,), {}))
     check_trainer(RayPPOTrainer)
+
+
+def test_a_plugin_with_the_same_maker_for_both_kinds_of_training_has_a_driver_and_a_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(maker_driver, "_DRIVERS", [MakerDriver, DriverOfAnotherMaker])
+    check_trainer(TrainerOfAnotherMaker)
+    with pytest.raises(ValueError, match="TrainerOfOtherPrompts, which has its own next_prompts"):
+        check_trainer(TrainerOfOtherPrompts)
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer, TrainerOfAnotherMaker])
+    ppo_trainer.require_trainer_of_driver()
+    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    with (
+        contextlib.ExitStack() as cleanup,
+        pytest.raises(ValueError, match="DriverOfAnotherMaker drives makers of d"),
+    ):
+        check_ppo_inputs(None, cleanup)
 
 
 def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():

@@ -167,6 +167,18 @@ def test_a_part_that_is_not_seen_where_the_checkpoint_is_completed_ends_the_run(
     record.recorder.lock.close()
 
 
+def test_a_run_heeds_sigterm_with_a_checkpoint_as_soon_as_a_trainer_would_save(start: Callable[[], DetachedRecord]):
+    record = start()
+    report = SideRecorder("trainer_1", node="")
+    record.add("trainer_1", report)
+    assert not record.recorder.saves_when_ended
+    report.saves_when_ended = True
+    record.add("trainer_1", report)
+    record.add("maker_0", SideRecorder("maker_0", node=""))
+    assert record.recorder.saves_when_ended
+    record.recorder.lock.close()
+
+
 def test_what_a_side_has_to_say_is_said_once_with_its_name(
     start: Callable[[], DetachedRecord], capsys: pytest.CaptureFixture
 ):

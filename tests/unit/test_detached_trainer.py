@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 from test_detached_config import IN_FLIGHT, config_of
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.failure import WorkerError
@@ -22,6 +23,7 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
+from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 from verl_like.trainer.detached.weight_turns import WeightTurns
 from verl_like.trainer.learner import Update
@@ -36,7 +38,7 @@ class Seen(Exception):
 def trainer(config: DetachedConfig, **fields: Any) -> Any:
     """The trainer itself, without the actor that it is."""
     side = object.__new__(DetachedPPOTrainer.__ray_metadata__.modified_class)
-    recorder = SideRecorder("trainer_2", node="")
+    recorder = SideRecorder("trainer_2", node="", run_dir=Path(config.trainer.default_local_dir))
     vars(side).update({"config": config, "model_fn": None, "pools": None, "recorder": recorder, **fields})
     return side
 
@@ -153,6 +155,82 @@ def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_aft
     side.turns.begin_loading("maker_0.1")  # which would not come to its turn if the last step had not ended
     written = {"actor/checkpoint/rank_0.safetensors": {"bytes": 7}}
     assert list(side.recorder.files) == [(step, written) for step in (2, 4, 5)]
+
+
+class Running:
+    """An update that runs until it is waited for."""
+
+    def __init__(self, done: list[str], name: str, **metrics: float) -> None:
+        self.done, self.name = done, name
+        self.metrics = {name.replace("__", "/"): Metric.mean(value) for name, value in metrics.items()}
+
+    def get(self) -> DataProto:
+        self.done.append(f"wait for {self.name}")
+        return DataProto(meta_info={"metrics": self.metrics})
+
+
+def test_a_step_in_parts_is_accounted_for_once_with_all_its_groups_and_what_makers_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = ["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true", "trainer.save_freq=1"]
+    settings += ["detached.min_effective_sample_size=0.75", f"trainer.default_local_dir={tmp_path}"]
+    config = config_of(*settings)
+    assert config.num_parts_of_step == 2
+    ledger = PromptLedger(3, 12, config.detached, max_staleness=1)
+    buffer = ExperienceBuffer(ledger, 0, limit=24)
+    done: list[str] = []
+
+    def arrive(num_groups: int, entropy: float) -> None:
+        tickets = ledger.take("maker_0.1", 0, num_groups)
+        tensors = {"prompts": jagged_from_lists([[1, 1]] * 4 * num_groups, torch.int64)}
+        numbers = [[ticket.number] for ticket in tickets for _ in range(4)]
+        tensors |= dict.fromkeys(("responses", "response_mask"), jagged_from_lists(numbers, torch.int64))
+        tensors["rollout_log_probs"] = jagged_from_lists([[-1.0]] * 4 * num_groups, torch.float32)
+        versions = np.empty(4 * num_groups, dtype=object)
+        versions[:] = [((0, 0, 1),)] * 4 * num_groups
+        batch = DataProto.from_dict(tensors, {"policy_version": versions}, {"padding": (2, 1, 0)})
+        buffer.extend("maker_0.1", tickets, batch, {"actor/entropy": Metric.mean(entropy, weight=num_groups)})
+
+    def learn(experience: Any) -> Update:
+        part, num_parts = experience.batch.meta_info["part_of_step"]
+        done.append(f"learn part {part} of {num_parts}")
+        # Pooled over the parts: 2.0 ** 2 / 8.0, where the mean of the parts' own shares would be 0.625.
+        ratios = {"actor__rollout_ratio": (1.0, 3.0)[part - 1], "actor__rollout_ratio_square": (1.0, 15.0)[part - 1]}
+        if part == 1:
+            arrive(9, entropy=4.0)  # three of which are left for the next step
+            ledger.end()  # after this step
+        return Update([Running(done, f"part {part}", **ratios)], {})
+
+    def count_rows(batch: DataProto, *_: int) -> dict[str, Metric]:
+        done.append(f"measure {len(batch)} rows")
+        return {"rows": Metric.sum(len(batch))}
+
+    side = trainer(
+        config,
+        index=0,
+        learner=SimpleNamespace(version=0, learn=learn, trained={"actor": LocalWorkerGroup(ClassWithInitArgs(Saver))}),
+        buffer=buffer,
+        ledger=ledger,
+        comparisons=SimpleNamespace(in_step=False, awaited=(), begin_step=list),
+        turns=WeightTurns("trainer_0", limit_s=5),
+        model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
+        start=lambda: None,
+        push=lambda: done.append(f"push with {ledger.counts()['trained']} trained"),
+    )
+    arrive(6, entropy=1.0)
+    monkeypatch.setitem(inspect.unwrap(type(side).metrics_of).__globals__, "batch_metrics", count_rows)
+    assert side.fit(total_steps=3) == 1
+    parts = ["learn part 1 of 2", "wait for part 1", "learn part 2 of 2", "measure 48 rows", "wait for part 2"]
+    assert [entry for entry in dict.fromkeys(done) if not entry.startswith("push")] == parts
+    assert [entry for entry in done if entry.startswith("push")] == ["push with 0 trained", "push with 12 trained"]
+    assert not side.comparisons.in_step
+    ((step, metrics, _),) = side.recorder.rows
+    values = {name: metric.value for name, metric in metrics.items()}
+    assert step == 1 and values["rows"] == 48 and values["actor/entropy"] == (6 * 1.0 + 9 * 4.0) / 15
+    assert (values["detached/trained"], values["detached/in_buffer"]) == (12, 3)
+    assert values["actor/eff_sample_size"] == 2.0**2 / 8.0 and ledger.is_braking
+    ((step, saved),) = side.recorder.states
+    assert step == 1 and saved["ledger"]["trained"] == [12] and len(saved["ledger"]["unfinished"]) == 3
 
 
 class Sender(Worker):

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from verl_like.single_controller.worker import Worker
 from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.ppo_trainer import of_step, read_generated
+from verl_like.trainer.experience import Experience, Update
+from verl_like.trainer.experience_maker import Generated
+from verl_like.trainer.ppo_trainer import RayPPOTrainer, of_step, read_generated
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.pretrained import load_tokenizer
@@ -209,3 +213,64 @@ def test_a_step_numbers_its_prompts_and_leaves_those_that_it_was_given_as_they_a
     prompts = DataProto.from_dict({"x": torch.ones(2)}, meta_info={"epoch": 3})
     assert of_step(prompts, 7).meta_info == {"epoch": 3, "global_steps": 7}
     assert prompts.meta_info == {"epoch": 3}
+
+
+class NotingParts:
+    """A maker and a learner that note what they are asked for."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.actor = self
+
+    def sample(self, prompts: DataProto, more_prompts: object, generation: object = None) -> Generated:
+        step = prompts.meta_info["global_steps"]
+        self.done.append(f"sample {step}" + (f" of {generation}" if generation else ""))
+        return Generated(prompts, None, {})
+
+    def begin(self, prompts: DataProto) -> str:
+        self.done.append(f"begin {prompts.meta_info['global_steps']}")
+        return "what was begun"
+
+    def complete(self, generated: Generated) -> Experience:
+        self.done.append(f"complete {generated.batch.meta_info['global_steps']}")
+        return Experience(generated.batch, None, {"maker/step": Metric.max(generated.batch.meta_info["global_steps"])})
+
+    def learn(self, experience: Experience) -> Update:
+        self.done.append(f"learn {experience.batch.meta_info['global_steps']}")
+        return Update([self], {})
+
+    def export_weights(self) -> str:
+        self.done.append("export")
+        return "weights"
+
+    def get(self) -> DataProto:
+        self.done.append("wait for the update")
+        return DataProto()
+
+    def load_weights(self, weights: str, checks_first: bool) -> None:
+        self.done.append(f"load {weights}")
+
+    def report_finished_calls(self) -> None:
+        pass
+
+
+def test_the_responses_of_the_next_step_are_begun_before_its_weights_and_collected_while_the_update_runs():
+    parts = NotingParts()
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.config = SimpleNamespace(num_steps_of_run=2, trainer=SimpleNamespace(max_staleness=1))
+    trainer.recorder = SimpleNamespace(commit_checkpoint=lambda wait: None, timer=lambda phase: nullcontext())
+    trainer.maker = trainer.learner = parts
+    trainer.generated, trainer.exported, trainer.num_prompt_batches, trainer.upcoming_batch = None, None, 0, 0
+    trainer.prompts_of = lambda number: DataProto.from_dict({"row": torch.zeros(1)}, meta_info={"epoch": number})
+    trainer.metrics_of = lambda experience: parts.done.append("measure") or {}
+    rows = []
+    for trainer.global_step in (1, 2):
+        rows.append({name: metric.value for name, metric in trainer.step().items()})
+        assert trainer.exported is None, "nothing keeps the weights that were handed on"
+    first = ["sample 1", "begin 2", "complete 1", "learn 1", "export", "measure", "sample 2 of what was begun"]
+    second = ["complete 2", "learn 2", "export", "measure"]
+    handed_on = ["wait for the update", "load weights"]
+    assert parts.done == [*first, *handed_on, *second, *handed_on]
+    assert rows == [{"maker/step": step, "training/epoch": step - 1} for step in (1, 2)]
+    assert isinstance(rows[0]["training/epoch"], int)
+    assert (trainer.num_prompt_batches, trainer.upcoming_batch, trainer.generated) == (2, 2, None)

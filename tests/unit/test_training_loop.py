@@ -140,6 +140,53 @@ def test_a_step_is_validated_before_it_is_saved_and_the_last_one_after(recorder_
     assert [(recorder.run_dir / f"global_step_{step}/model/huggingface").exists() for step in (4, 5)] == [False, True]
 
 
+def test_the_checkpoint_of_the_step_before_is_completed_while_the_update_runs(recorder_with: Callable):
+    recorder = recorder_with("trainer.save_freq=1", "trainer.test_freq=-1")
+    loop = Loop(recorder.config, recorder)
+    commit = recorder.commit_checkpoint
+
+    def noted_commit(wait: bool, timeout_s: float | None = None) -> None:
+        loop.done.append(f"commit {recorder.pending.step if recorder.pending else None} {'waits' if wait else ''}")
+        commit(wait, timeout_s)
+
+    recorder.commit_checkpoint = noted_commit
+    loop.ends_after = 2
+    loop.fit()
+    second_step = loop.done[loop.done.index("take 2") :]
+    assert second_step[:4] == ["take 2", "learn 2", "commit 1 ", "measure 2"]
+    assert second_step[-3:] == ["save 2", "commit None waits", "commit None waits"]
+
+
+@pytest.mark.parametrize("save_freq", [2, -1])
+def test_a_run_that_sigterm_ends_after_its_step_has_the_whole_record_and_its_models(
+    save_freq: int, recorder_with: Callable
+):
+    recorder = recorder_with(f"trainer.save_freq={save_freq}", "trainer.test_freq=-1")
+    show_step = recorder.console.show_step
+
+    def end_in_step_2(step: int, *arguments: Any) -> None:
+        show_step(step, *arguments)
+        recorder.is_ending |= step == 2
+
+    recorder.console.show_step = end_in_step_2
+    with pytest.raises(KeyboardInterrupt):
+        Loop(recorder.config, recorder).fit()
+    state = checkpoint.read(recorder.run_dir / "global_step_2").state
+    assert LAST_ROW not in state
+    assert state["files"]["metrics.jsonl"] == (recorder.run_dir / "metrics.jsonl").stat().st_size > 0
+    assert (recorder.run_dir / "global_step_2/model/huggingface/model").read_text() == "m"
+
+
+def test_sigterm_in_the_validation_before_the_first_step_ends_the_run_at_once(recorder_with: Callable):
+    recorder = recorder_with("trainer.test_freq=1")
+    loop = Loop(recorder.config, recorder, val_dataset=["a row"])
+    seen_in_validation: list[bool] = []
+    loop.validate = lambda: seen_in_validation.append(recorder.saves_when_ended) or {}
+    loop.ends_after = 2
+    loop.fit()
+    assert seen_in_validation == [False, True, False]
+
+
 def test_a_loop_whose_source_ends_early_ends_with_the_models_of_that_step(recorder_with: Callable):
     class EndingLoop(Loop):
         def account(self, learned: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -189,13 +236,27 @@ def test_a_step_of_a_side_is_reported_with_what_was_saved_of_it(tmp_path: Path, 
     side = SideRecorder("trainer_0", node="", run_dir=tmp_path)
     loop = Loop(recorder_with("trainer.save_freq=2").config, side)
     loop.global_step, loop.ends_after = 1, 4
+    pending: list[int | None] = []
+    reports: list[SideRecorder] = []
+    run_step = loop.run_step
+
+    def run_and_report() -> None:
+        run_step()
+        pending.append(side.pending and side.pending.step)
+        reports.append(side.report())
+
+    loop.run_step = run_and_report
     assert loop.fit() == 4 and side.saves_when_ended
-    report = side.report()
-    assert [(step, metrics["loop/taken"].value) for step, metrics, _ in report.rows] == [(2, 22), (3, 33), (4, 44)]
-    assert list(report.states) == [(2, {"global_step": 2}), (4, {"global_step": 4})]
-    assert list(report.files) == [(2, {}), (4, {})] and report.pending is None
+    assert pending == [2, None, None] and all(report.pending is None for report in reports)
+    rows = [row for report in reports for row in report.rows]
+    assert [(step, metrics["loop/taken"].value) for step, metrics, _ in rows] == [(2, 22), (3, 33), (4, 44)]
+    assert [list(report.states) for report in reports] == [[(2, {"global_step": 2})], [], [(4, {"global_step": 4})]]
+    assert [list(report.files) for report in reports] == [[], [(2, {})], [(4, {})]]
     assert not side.rows and not side.states and not side.files
-    assert report.rows[0][1]["timing_s/step"].reduction == "max" and "timing_s/save_checkpoint" in report.rows[0][1]
+    timed = [{name for name in metrics if name.startswith("timing_s/")} for _, metrics, _ in rows]
+    assert timed[0] == timed[2] == {"timing_s/step", "timing_s/save_checkpoint"} and timed[1] == {"timing_s/step"}
+    seconds = [metrics["timing_s/step"] for _, metrics, _ in rows]
+    assert all(each.value > 0 and each.reduction == "max" for each in seconds)
 
 
 def test_a_row_of_a_side_has_metrics_that_say_how_those_of_several_trainers_are_merged():
@@ -204,11 +265,20 @@ def test_a_row_of_a_side_has_metrics_that_say_how_those_of_several_trainers_are_
         log({"loop/taken": 3.0})
 
 
-def test_a_loop_with_a_step_of_earlier_versions_is_refused_by_what_takes_its_place():
-    with pytest.raises(
-        ValueError, match=r"Old has a step\(self, prompts\), .* leave out prompts, and override take or"
-    ):
-        type("Old", (Loop,), {"step": lambda self, prompts, upcoming=None: {}})
-    with pytest.raises(ValueError, match=r"Older has a method next_step, .* override step, which returns the metrics"):
-        type("Older", (Loop,), {"next_step": lambda self: {}})
-    type("Present", (Loop,), {"step": lambda self, *batches, **options: {}})
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"step": lambda self, prompts, upcoming=None: {}}, "step has the arguments prompts, upcoming, .* leave them"),
+        ({"step": lambda self, *, batch: {}}, "step has the arguments batch, .* and override take or learn"),
+        ({"next_step": lambda self: {}}, "has a method next_step, .*: override step, which takes its batch itself, or"),
+        ({"one_step": lambda self: None}, "has a method one_step, .*: override run_step, which is every step with its"),
+        ({"last_step": lambda self: None}, "last_step is a method, and it is the number of the last step: make it a"),
+    ],
+)
+def test_a_loop_with_a_step_of_earlier_versions_is_refused_by_what_takes_its_place(methods: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        type("Old", (Loop,), methods)
+
+
+def test_a_loop_may_have_a_step_of_its_own_whatever_its_first_argument_is_called():
+    type("Present", (Loop,), {"step": lambda trainer, *batches, **options: {}})

@@ -16,7 +16,7 @@ from verl_like.trainer.checkpoint import Checkpoint
 from verl_like.trainer.experience import Experience, Update
 from verl_like.trainer.experience_maker import Generated, Weights
 from verl_like.trainer.learner import Learner
-from verl_like.trainer.maker_driver import MakerDriver
+from verl_like.trainer.maker_driver import MakerDriver, get_maker_driver
 from verl_like.trainer.metrics import batch_metrics
 from verl_like.trainer.ppo_inputs import PPOInputs, prompt_sampler
 from verl_like.trainer.ppo_workers import load_models
@@ -58,8 +58,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         """The responses of the next step, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
         """The number of their batch of prompts."""
-        self.exported: Weights
-        """The weights of the present step."""
+        self.exported: Weights | None = None
+        """The weights of the present step, until they are handed on."""
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models."""
@@ -105,7 +105,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.upcoming_batch = self.num_prompt_batches
         is_ahead = self.config.trainer.max_staleness and self.global_step < self.last_step
         upcoming = of_step(self.next_prompts(), self.global_step + 1) if is_ahead else None
-        epoch = {"training/epoch": Metric.max(prompts.meta_info["epoch"])}
+        epoch = {"training/epoch": Metric(prompts.meta_info["epoch"], "max")}
 
         generated = self.generated or self.maker.sample(of_step(prompts, self.global_step), self.next_prompts)
         generation = self.maker.begin(upcoming) if upcoming else None  # submitted: the rest of this step runs meanwhile
@@ -114,7 +114,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.generated = self.maker.sample(upcoming, self.next_prompts, generation) if upcoming else None
 
     def learn(self, experience: Experience) -> Update:
-        """Submits the updates of critic and actor, which overlap on pools of their own, and behind them the export."""
+        """Submits the updates of critic and actor, and the export behind the actor's.
+
+        On pools of their own they overlap, on a shared one they queue, and the numbers are the same.
+        """
         update = self.learner.learn(experience)
         self.exported = self.learner.export_weights()
         return update
@@ -124,10 +127,12 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         return batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)
 
     def hand_on(self) -> None:
-        """Takes the weights to the maker. Calls on pools of their own overlap, on a shared one they queue, and the
-        numbers are the same."""
+        """Takes the weights to the maker."""
+        assert self.exported, "they are exported behind the update"
+        weights = self.exported
+        self.exported = None  # else the host memory that they are in would stay until the next ones are there
         with self.recorder.timer("update_weights"):
-            self.load_weights(self.exported)
+            self.load_weights(weights)
 
     def next_prompts(self) -> DataProto:
         """The next batch of prompts."""
@@ -216,3 +221,14 @@ def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
 def get_trainer() -> type[RayPPOTrainer]:
     """The class that trains: that of a plugin, or RayPPOTrainer."""
     return _TRAINERS[-1]
+
+
+def require_trainer_of_driver() -> None:
+    """Raises ValueError for a plugin that has a driver of makers alone, which only detached training would call."""
+    driver = get_maker_driver()
+    if driver is not MakerDriver and get_trainer() is RayPPOTrainer:
+        raise ValueError(
+            f"the plugin's {driver.__name__} drives makers of detached training, and here nothing would call it: give "
+            "its methods to a subclass of RayPPOTrainer, too, and register that with register_trainer of "
+            "verl_like.trainer.ppo_trainer"
+        )

@@ -18,11 +18,12 @@ Log = Callable[[Mapping[str, Metric | float]], None]
 """Adds metrics to the row of a step."""
 
 
-_INSTEAD_OF_NEXT_STEP = (
-    "a step takes its batch itself: override step, which returns the metrics of a step, or take, which gives what it "
-    "trains on"
-)
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_REPLACED = {
+    "next_step": "override step, which takes its batch itself, or take, which gives what a step trains on",
+    "one_step": "override run_step, which is every step with its row, validation and checkpoint",
+}
+"""Methods of earlier versions, and what takes their place."""
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class TrainingLoop(abc.ABC):
@@ -44,13 +45,20 @@ class TrainingLoop(abc.ABC):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Raises ValueError for a subclass with a step of earlier versions, which got its batches as arguments."""
         super().__init_subclass__(**arguments)
-        refuse_replaced(cls, {"next_step": _INSTEAD_OF_NEXT_STEP})
-        parameters = inspect.signature(cls.step).parameters.values()
-        needed = [each.name for each in parameters if each.default is each.empty and each.kind in _POSITIONAL]
-        if needed != ["self"]:
+        refuse_replaced(cls, _REPLACED)
+        name = f"{cls.__module__}.{cls.__name__}"
+        _, *others = inspect.signature(cls.step).parameters.values()
+        # Ray adds an argument to the methods of an actor, whose name has an underscore.
+        given = [each.name for each in others if each.kind not in _VARIADIC and not each.name.startswith("_")]
+        if given:
             raise ValueError(
-                f"{cls.__module__}.{cls.__name__} has a step({', '.join(needed)}), and a step takes its batch itself: "
-                f"leave out {', '.join(needed[1:])}, and override take or learn to change what is trained"
+                f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch itself: leave them out, "
+                "and override take or learn to change what is trained"
+            )
+        if callable(cls.last_step):
+            raise ValueError(
+                f"{name}.last_step is a method, and it is the number of the last step: make it a property, and "
+                "override run_step to change what is done in a step"
             )
 
     @abc.abstractmethod
@@ -69,7 +77,7 @@ class TrainingLoop(abc.ABC):
         return {}
 
     def account(self, learned: Mapping[str, Metric]) -> Mapping[str, Metric]:
-        """Tells where the experience came from that the step is learned, with its metrics; returns what is said there.
+        """Tells the source of the experience that the step is learned, with its metrics; returns the source's metrics.
 
         Afterwards `last_step` may be an earlier one.
         """
@@ -91,8 +99,8 @@ class TrainingLoop(abc.ABC):
     def fit(self) -> int:
         """Trains to the last step, validating before and every `test_freq`, and saves the end. Returns that step."""
         self.begin()
-        self.recorder.saves_when_ended = True
         while self.global_step < self.last_step:
+            self.recorder.saves_when_ended = True
             self.global_step += 1
             self.run_step()
         return self.global_step
@@ -114,10 +122,11 @@ class TrainingLoop(abc.ABC):
     def run_step(self) -> None:
         """A step with its row, its validation and its checkpoint.
 
-        The last one is saved before it is validated, so that whatever ends the run in the validation costs nothing but
-        that. One before is validated first, because the best one is saved.
+        The last step is saved before it is validated, so that whatever ends the run in the validation costs nothing
+        but that. An earlier one is validated first, because the best one is saved.
         """
-        recorder, is_saved = self.recorder, False
+        recorder = self.recorder
+        folder: Path | None = None
         with recorder.step(self.global_step, self.last_step) as log:
             log(self.step())
             is_last = self.global_step == self.last_step
@@ -126,13 +135,14 @@ class TrainingLoop(abc.ABC):
                 with recorder.timer("save_checkpoint"):
                     recorder.commit_checkpoint(wait=True)
                 log(self.last_validation())
-            elif self.validate_in_step(log) or self.is_saved_by_number or recorder.is_ending:
-                is_saved = True
-                self.save_step()
+            else:
+                is_best = self.validate_in_step(log)
+                if is_best or self.is_saved_by_number or recorder.is_ending:
+                    folder = self.save_step()
         if is_last:
             recorder.complete_checkpoint(self.global_step)
         elif recorder.is_ending:
-            self.end_run(is_saved)
+            self.end_run(folder)
 
     def begin(self) -> None:
         """The validation before the first step, or that which a run that goes on lacks."""
@@ -146,10 +156,16 @@ class TrainingLoop(abc.ABC):
                 log(self.last_validation())
             recorder.complete_checkpoint(self.global_step)
 
-    def end_run(self, is_saved: bool) -> None:
-        """SIGTERM came: ends the run with the checkpoint of this step, which may not be saved yet."""
-        if not is_saved:
+    def end_run(self, folder: Path | None) -> None:
+        """SIGTERM came: ends the run with the checkpoint of this step and its models.
+
+        `folder` is that of the checkpoint, or None where SIGTERM came after the step, which is not saved.
+        """
+        if folder is None:
             self.save_step()
+        else:
+            not_written = [role for role in self.trained if not (folder / role / "huggingface").exists()]
+            save_models({role: self.trained[role] for role in not_written}, folder)
         self.recorder.commit_checkpoint(wait=True)
         raise KeyboardInterrupt
 
@@ -159,20 +175,20 @@ class TrainingLoop(abc.ABC):
         save_freq = self.config.trainer.save_freq
         return bool(save_freq > 0 and self.global_step % save_freq == 0)
 
-    def save_step(self, is_last: bool = False) -> None:
+    def save_step(self, is_last: bool = False) -> Path:
         """Saves the step: training goes on while workers write, and `commit_checkpoint` makes it a checkpoint.
 
-        Where the run ends with it, so does the writing of the models.
+        If the run ends with this step, the models are written too. Returns the folder.
         """
-        state = self.state()
         with self.recorder.timer("save_checkpoint"):
             partial = self.save()
             if is_last or self.recorder.is_ending:
                 save_models(self.trained, partial)
-        self.recorder.begin_checkpoint(partial, self.global_step, state, self.trained)
+        self.recorder.begin_checkpoint(partial, self.global_step, self.state(), self.trained)
+        return partial
 
     def validate_in_step(self, log: Log) -> bool:
-        """Validates if that is due before the last step; returns whether it is the best validation so far."""
+        """Validates if that is due before the last step; returns whether it did, and it is the best one so far."""
         if not (self.val_dataset and self.validation_is_due(is_last=False)):
             return False
         metrics = self.timed_validation()

@@ -73,8 +73,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """The groups of the present step."""
         self.batches: list[DataProto] = []
         """Their rows, by the parts in which they were taken."""
-        self.counts: Mapping[str, int] = {}
-        """What became of all prompts, where this was the last trainer to do the step."""
+        self.state_of_ledger: Mapping[str, Any] | None = None
+        """Of the present step, see `state`."""
 
     def fit(
         self,
@@ -155,9 +155,12 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Tells the ledger that the groups are trained; returns its counts."""
         # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
         size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
-        self.counts = self.ledger.trained(self.numbers, self.global_step - 1, size)
+        counts = self.ledger.trained(self.numbers, self.global_step - 1, size)
         self.ends_after = min(self.total_steps, self.ledger.last_step())
-        return {f"detached/{name}": Metric.max(count) for name, count in self.counts.items()}
+        # The last trainer that has done the step knows what became of its prompts.
+        is_saved = self.is_saved_by_number or self.global_step == self.last_step
+        self.state_of_ledger = self.ledger.state() if counts and is_saved else None
+        return {f"detached/{name}": Metric.max(count) for name, count in counts.items()}
 
     def hand_on(self) -> None:
         """Pushes the weights, if it is their turn. Then makers may compare themselves with the actor again."""
@@ -172,13 +175,13 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def save(self) -> Path:
         """Every trainer writes its part into the folder of the run's checkpoint."""
         self.recorder.commit_checkpoint(wait=True)  # the one before
-        folder = partial_of_step(Path(self.config.trainer.default_local_dir), self.global_step)
+        folder = partial_of_step(self.recorder.run_dir, self.global_step)
         save_training(self.trained, folder)
         return folder
 
     def state(self) -> dict[str, Any]:
-        """The ledger's, of the last trainer that has done the step: it knows what became of its prompts."""
-        return {"ledger": self.ledger.state() if self.counts else None}
+        """The ledger's when the step was done, from the last trainer that has done it; None from the others."""
+        return {"ledger": self.state_of_ledger}
 
     def begin_step(self, version: int) -> None:
         """Before a step changes the weights, waits for makers whose engines are to be compared with them."""

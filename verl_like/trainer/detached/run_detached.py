@@ -25,7 +25,7 @@ from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
 from verl_like.trainer.engine_check import EngineMismatch
-from verl_like.trainer.maker_driver import MakerDriver
+from verl_like.trainer.maker_driver import MakerDriver, get_maker_driver
 from verl_like.trainer.ppo_display import PPO_DISPLAY
 from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
@@ -74,18 +74,22 @@ def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack)
 
 
 def check_trainer(trainer: type[RayPPOTrainer]) -> None:
-    """Raises ValueError for a plugin's trainer with methods of its own: none of them is called in detached training."""
-    inherited = [name for name in dir(RayPPOTrainer) if not name.startswith("_")]
-    own = [name for name in inherited if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name)]
-    if not own:
+    """Raises ValueError for a plugin's trainer, which detached training has no use for.
+
+    One that changes only what a MakerDriver has is accepted where the plugin has a driver, too: that is for the makers,
+    and the trainer for main_ppo.
+    """
+    if trainer is RayPPOTrainer:
         return
+    names = [name for name in dir(RayPPOTrainer) if not name.startswith("_") or name in ("__init__", "__post_init__")]
+    own = [name for name in names if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name)]
     of_makers = [name for name in own if name in OF_MAKERS]
+    if get_maker_driver() is not MakerDriver and own == of_makers:
+        return
     driver = "a subclass of MakerDriver that is registered with register_maker_driver of verl_like.trainer.maker_driver"
-    advice = f"move {', '.join(of_makers)} to {driver}, " if of_makers else ""
-    raise ValueError(
-        f"the plugin's trainer {trainer.__name__} has its own {', '.join(own)}, which detached training does not call: "
-        f"{advice}train with main_ppo, or without the plugin"
-    )
+    what = f"the plugin's trainer {trainer.__name__}" + (f", which has its own {', '.join(own)}" if own else "")
+    advice = f"give {', '.join(of_makers)} to {driver}, too, " if of_makers else ""
+    raise ValueError(f"detached training does not call {what}: {advice}train with main_ppo, or without the plugin")
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:

@@ -81,6 +81,7 @@ class SideRecorder:
     thread: int = 0
     """Of the side's loop, which measures the phases."""
     run_dir: Path = field(default_factory=Path)
+    """Where the checkpoints of the run are."""
     resumed: ResumedRun | None = None
     """None: a trainer is told what it goes on with."""
     saves_when_ended: bool = False
@@ -176,8 +177,17 @@ class SideRecorder:
         phase, since = self.doing
         waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
         waits.extend(self.waits.popleft() for _ in range(len(self.waits)))
-        report = replace(self, events=events, rows=rows, states=states, files=files, waits=waits, notes=notes)
-        return replace(report, seconds={}, pending=None)
+        return replace(
+            self,
+            events=events,
+            rows=rows,
+            states=states,
+            files=files,
+            waits=waits,
+            notes=notes,
+            seconds={},
+            pending=None,
+        )
 
     def status_and_stack(self) -> str:
         """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
@@ -262,7 +272,7 @@ class Side:
         self.env_info = env_info or {"rank": 0, "world_size": 1}
         self.index = int(self.env_info["rank"])
         self.model_fn, self.pools, self.fingerprints = model_fn, pools, fingerprints
-        self.recorder = SideRecorder(self.name)
+        self.recorder = SideRecorder(self.name, run_dir=Path(config.trainer.default_local_dir))
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         self.pushed: PushedWeights | None = None
 

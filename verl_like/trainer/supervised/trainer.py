@@ -51,7 +51,7 @@ class SupervisedTrainer(TrainingLoop):
         batch = self.train_dataset.collate(rows)
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
         num_tokens = Metric.sum(work.tokens_B.sum())
-        yield Experience(batch, work, {"training/epoch": Metric.max(epoch), "perf/total_num_tokens": num_tokens})
+        yield Experience(batch, work, {"training/epoch": Metric(epoch, "max"), "perf/total_num_tokens": num_tokens})
 
     def learn(self, experience: Experience) -> Update:
         """Submits one optimizer step."""
