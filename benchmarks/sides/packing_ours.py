@@ -41,7 +41,7 @@ def step() -> dict[str, Any]:
     with stopwatch() as seconds:
         micro = MicroBatch(state["rows"], "cpu")
         packed = pack(micro.on_host)
-        log_probs_BR = micro.of_rows(packed.unpack(policy(packed, 1.0)[0]))
+        log_probs_BR = micro.of_rows(packed.of_tokens(policy(packed, 1.0)[0]))
         (-log_probs_BR.sum() / state["rows"].num_scored_B.sum()).backward()
     grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
     return {"seconds": seconds[0], "log_probs": log_probs_BR.detach().numpy(), "grad_norm": grad_norm.item()}

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,15 @@ def test_a_function_is_called_with_the_values_of_a_sample_and_with_nothing_else(
         result = manager.submit([scored]).get()
         manager.close()
         assert result.extra["arguments"].tolist() == [values | further]
+
+
+def test_a_sample_with_further_fields_is_refused_by_where_to_put_them(skipping: RewardManager) -> None:
+    @dataclass(frozen=True)
+    class WithHint(RewardSample):
+        hint: str = "h"
+
+    with pytest.raises(ValueError, match=r"WithHint is no RewardSample, .*: put further ones into its extra_info"):
+        skipping.submit([WithHint("row 1", "source", "4", "4")])
 
 
 def test_a_callable_object_is_a_reward_function(reward_file: str) -> None:

@@ -249,6 +249,12 @@ GOOD = Completion([40, 41, 1], [-1.0, -2.0, -3.0], ((7, 0, 3),))
 SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
 
 
+@pytest.mark.parametrize("token_ids", [["40", "1"], [40.5, 1.0], [2**70, 1], [[40], [41, 1]]])
+def test_token_ids_that_are_no_whole_numbers_are_refused_before_they_are_cast(token_ids: list):
+    with pytest.raises((RolloutError, ValueError), match=r"no whole numbers of 64 bits|inhomogeneous"):
+        Completion(token_ids, [-1.0, -2.0], ((7, 0, 2),))
+
+
 @pytest.mark.parametrize(
     ("completion", "message"),
     [

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_like.data.conversations import ConversationDataset
 from verl_like.protocol import metric_values
 from verl_like.protocol.padded import padded
+from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
@@ -173,6 +174,24 @@ def test_the_loss_is_the_mean_over_the_learned_tokens_of_the_batch(
     )
     assert losses[0]["sft/num_tokens"] == 4 + 2 + 8
     assert losses[2]["sft/loss"] < losses[1]["sft/loss"] < losses[0]["sft/loss"]
+
+
+class UnpaddedWorker(SFTWorker):
+    """A user's subclass that returns the losses of tokens without padding, as a model does."""
+
+    def losses(self, micro):
+        packed = self.engine.pack(micro.on_host)
+        return -packed.of_tokens(self.engine.run(packed, 1.0)[0]), {}
+
+
+def test_losses_of_a_subclass_that_are_neither_of_rows_nor_of_tokens_are_refused(load: Callable, model_path: str):
+    dataset = load({"text": "abcd"}, {"text": "ab"})
+    config = config_of(model_path, "unused", "data.train_batch_size=2", "training.micro_batch_size_per_gpu=2")
+    group = LocalWorkerGroup(RayClassWithInitArgs(UnpaddedWorker, *worker_arguments(config)), role="model")
+    group.init_model()
+    message = r"UnpaddedWorker.losses returned the shape \(\d+,\): give one for each token, \(2, \d+\), to which micro"
+    with pytest.raises(WorkerError, match=message):
+        group.update_model(dataset.collate([0, 1])).get()
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

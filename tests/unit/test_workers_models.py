@@ -60,7 +60,7 @@ def rows_of(data):
 
 def by_row(rows, packed, scored):
     """What a model returns of scored tokens, (B, R)."""
-    return MicroBatch(rows, "cpu").of_rows(packed.unpack(scored))
+    return MicroBatch(rows, "cpu").of_rows(packed.of_tokens(scored))
 
 
 def unpadded(rows, row):

@@ -235,8 +235,8 @@ def test_a_pass_without_gradients_brings_no_column_to_the_device_and_an_update_a
 class PaddedActor(ActorWorker):
     """A user's subclass whose pass returns padded rows."""
 
-    def _score(self, micro, **options):
-        return tuple(map(micro.of_rows, super()._score(micro, **options)))
+    def score_tokens(self, micro, **options):
+        return tuple(map(micro.of_rows, super().score_tokens(micro, **options)))
 
 
 def test_a_subclass_may_return_padded_rows(model_path):
@@ -247,6 +247,79 @@ def test_a_subclass_may_return_padded_rows(model_path):
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
     metrics = [update(group, data) for group in groups]
     assert metrics[0]["actor/grad_norm"] == metrics[1]["actor/grad_norm"]
+
+
+class SequenceActor(ActorWorker):
+    """A user's subclass whose objective sums over the tokens of each response, written for padded rows."""
+
+    def policy_loss(self, micro, mini_batch):
+        log_prob_bR, *_ = self._score(micro, with_entropy=False)
+        return -(log_prob_bR.sum(-1) * micro["advantages"].sum(-1)).sum() / mini_batch.num_sequences, {}
+
+
+class SequenceCritic(CriticWorker):
+    """The same with the values of a critic."""
+
+    def value_loss(self, micro, mini_batch):
+        error_b = (self._predict(micro) - micro["returns"]).sum(-1)
+        return (error_b**2).sum() / mini_batch.num_sequences, {}
+
+
+@pytest.mark.parametrize(("worker", "config"), [(SequenceActor, policy_config), (SequenceCritic, critic_config)])
+def test_an_objective_of_a_subclass_that_is_written_for_padded_rows_gets_them(worker, config, model_path):
+    data = make_batch()
+    seed = {"seed": 1} if worker is SequenceCritic else {}
+    norms = [update(local_group(worker, config(model_path, micro=m), **seed), data) for m in (8, 2, 1)]
+    key = "actor/grad_norm" if worker is SequenceActor else "critic/grad_norm"
+    assert norms[0][key] > 0 and all(norm[key] == pytest.approx(norms[0][key], rel=1e-4) for norm in norms)
+
+
+def test_the_objective_by_sequence_is_that_of_the_model_row_by_row(model_path):
+    data = make_batch()
+    rows = MicroBatch(Rows.of(data), "cpu")
+    worker = local_group(SequenceActor, policy_config(model_path)).workers[0]
+    mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=1.0, response_length=RESPONSE)
+    loss, _ = worker.policy_loss(rows, mini_batch)
+    log_prob_BR, *_ = map(rows.of_rows, worker.score_tokens(rows, with_entropy=False))
+    by_row = [log_prob_BR[row].sum() * rows["advantages"][row].sum() for row in range(8)]
+    assert loss.item() == pytest.approx(-sum(by_row).item() / 8, rel=1e-6) and log_prob_BR.shape == (8, RESPONSE)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "message"),
+    [
+        (ActorWorker, "_score", "has its own _score, which nothing calls any more: override score_tokens, which ret"),
+        (ReferenceWorker, "_score", "has its own _score, .*: override score_tokens"),
+        (CriticWorker, "_predict", "has its own _predict, .*: override values_of_tokens, which returns"),
+        (RewardModelWorker, "_score", "has a method _score, .*: override score_rows, which returns the score of each"),
+    ],
+)
+def test_a_subclass_with_a_pass_of_earlier_versions_is_refused_by_what_to_override(base, name, message):
+    with pytest.raises(ValueError, match=message):
+        type("Old", (base,), {name: lambda self, micro: None})
+
+
+def test_what_unpacked_to_padded_rows_says_what_does_now(model_path):
+    rows = Rows.of(make_batch())
+    packed = actor_group(model_path).workers[0].engine.pack(rows)
+    message = r"packed.of_tokens\(values\) has one number for each response token, and micro.of_rows"
+    with pytest.raises(ValueError, match=message):
+        packed.unpack(torch.zeros(len(packed.scored)))
+
+
+@pytest.mark.parametrize("rows_of_sample", [1, 2])
+def test_a_column_that_an_objective_writes_into_is_what_its_samples_have(rows_of_sample):
+    data = make_batch()
+    data.batch["sample_id"] = torch.arange(8) // rows_of_sample
+    micro = MicroBatch(Rows.of(data), "cpu")
+    before = micro.by_sample()["advantages"].clone()
+    micro["advantages"].mul_(8)
+    assert torch.equal(micro.by_sample()["advantages"], 8 * before)
+    micro["advantages"] = micro["advantages"] / 4
+    assert torch.equal(micro.by_sample()["advantages"], 2 * before)
+    message = r"micro\['log_prob'\] is given the shape .* and has 8 rows: pad .* by micro.of_rows"
+    with pytest.raises(ValueError, match=message):
+        micro["log_prob"] = torch.zeros(len(micro.in_rows.of_values))
 
 
 def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):
@@ -590,15 +663,15 @@ def test_an_objective_reads_no_number_from_the_device(model_path, role, rows_of_
     mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=0.5, response_length=RESPONSE)
     if role == "actor":
         worker = actor_group(model_path, entropy_coeff=0.1, use_kl_loss=True).workers[0]
-        objective, pass_of_the_model = worker.policy_loss, "_score"
+        objective, pass_of_the_model = worker.policy_loss, "score_tokens"
         del rows["old_log_probs"]
         rows["rollout_log_probs"] = rows["ref_log_prob"]
-        outputs = worker._score(rows, with_entropy=True)
+        outputs = worker.score_tokens(rows, with_entropy=True)
         expected = {"actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "training/rollout_probs_diff_max"}
     else:
         worker = critic_group(model_path).workers[0]
-        objective, pass_of_the_model = worker.value_loss, "_predict"
-        outputs, expected = worker._predict(rows), {"critic/vf_loss", "critic/vpred_mean"}
+        objective, pass_of_the_model = worker.value_loss, "values_of_tokens"
+        outputs, expected = worker.values_of_tokens(rows), {"critic/vf_loss", "critic/vpred_mean"}
     monkeypatch.setattr(worker, pass_of_the_model, lambda *_, **__: outputs)
     with CountReads() as count:
         loss, metrics = objective(rows, mini_batch)

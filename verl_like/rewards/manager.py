@@ -183,7 +183,12 @@ class RewardManager:
             process.stop()
 
     def schedule(self, sample: RewardSample) -> "Future[Answer]":
-        """Scores one sample as soon as a process is free."""
+        """Scores one sample as soon as a process is free. Raises ValueError for a subclass of RewardSample."""
+        if type(sample) is not RewardSample:
+            raise ValueError(
+                f"{type(sample).__name__} is no RewardSample, whose fields alone reach the function: put further ones "
+                "into its extra_info"
+            )
         future = self._threads.submit(self._score, sample)
         self._futures.append(future)
         return future

@@ -60,7 +60,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             data,
             ["old_log_probs", "entropys", *(["sum_pi_squared"] if self.with_sum_pi_squared else [])],
             log_prob_micro_batching(self.config.rollout),
-            lambda micro: self._score(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
+            lambda micro: self.score_tokens(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
             phase="actor_infer",
         )
         total = jagged_parts(output.batch["entropys"])[0].sum(dtype=torch.float64).item()
@@ -74,8 +74,8 @@ class ScoringWorker(ActorRolloutRefWorker):
 
         def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
             packed = self.engine.pack(micro.on_host)
-            (of_tokens,) = self.engine.run(packed, 1.0)
-            return (packed.unpack(of_tokens),)
+            (scored,) = self.engine.run(packed, 1.0)
+            return (packed.of_tokens(scored),)
 
         passes = log_prob_micro_batching(self.config.rollout)
         (of_tokens,) = forward(self.engine, Rows.of(data), passes, log_probs)
@@ -191,7 +191,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)
         old_log_prob_BR = columns.get("old_log_probs")
         with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
-        log_prob_BR, *entropy_BR = map(micro.of_samples, self._score(micro, with_entropy=with_entropy))
+        log_prob_BR, *entropy_BR = map(micro.of_samples, self.score_tokens(micro, with_entropy=with_entropy))
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
         inputs: dict[str, Any] = {"old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
@@ -231,5 +231,5 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022, arXiv:2203.02155, eq. 2)."""
         packed = self.engine.pack(micro.on_host)
         (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
-        loss = -micro.of_rows(packed.unpack(log_probs)).sum() / max(mini_batch.num_tokens, 1)
+        loss = -micro.of_rows(packed.of_tokens(log_probs)).sum() / max(mini_batch.num_tokens, 1)
         return self.config.actor.ptx_coef * loss, {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

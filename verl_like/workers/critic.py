@@ -1,8 +1,11 @@
 """The critic of PPO: predicts the return from each response token, and learns from the returns."""
 
+from typing import Any
+
 import torch
 
 from verl_like.algorithms.value_loss import compute_value_loss
+from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
@@ -43,11 +46,23 @@ class ValueWorker(ModelWorker):
             self.config.forward_max_token_len_per_gpu,
             self.config.use_dynamic_bsz,
         )
-        return self.infer(data, ["values"], micro_batching, lambda micro: (self._predict(micro),), phase="values")
+        return self.infer(
+            data, ["values"], micro_batching, lambda micro: (self.values_of_tokens(micro),), phase="values"
+        )
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
+        super().__init_subclass__(**arguments)
+        refuse_overridden(cls, ValueWorker, {"_predict": "override values_of_tokens, which returns (K,)"})
+
+    def values_of_tokens(self, micro: MicroBatch) -> torch.Tensor:
+        """The value of each response token, (K,)."""
+        packed = self.engine.pack(micro.on_host)
+        return packed.of_tokens(self.engine.run(packed))
 
     def _predict(self, micro: MicroBatch) -> torch.Tensor:
-        packed = self.engine.pack(micro.on_host)
-        return packed.unpack(self.engine.run(packed))
+        """`values_of_tokens` padded to (b, R), for objectives of subclasses that are written for it."""
+        return micro.of_rows(self.values_of_tokens(micro))
 
 
 class CriticWorker(ValueWorker, TrainedWorker):
@@ -94,7 +109,7 @@ class CriticWorker(ValueWorker, TrainedWorker):
         columns = micro.by_sample()
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
-        vpreds_BR = micro.of_samples(self._predict(micro))
+        vpreds_BR = micro.of_samples(self.values_of_tokens(micro))
         loss, token_sums = compute_value_loss(
             vpreds_BR,
             columns["returns"],

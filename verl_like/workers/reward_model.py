@@ -1,9 +1,10 @@
 """A learned reward: one score for each response, by a pretrained sequence classifier."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_on_last_token
 from verl_like.single_controller.decorator import Dispatch, register
@@ -30,6 +31,12 @@ class RewardModelWorker(ModelWorker):
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
+        super().__init_subclass__(**arguments)
+        instead = "override score_rows, which returns the score of each row, (b,), or compute_rm_score"
+        refuse_replaced(cls, {"_score": instead})
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
@@ -48,9 +55,9 @@ class RewardModelWorker(ModelWorker):
             self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
         )
         rows = Rows.of(data)
-        (scores_B,) = forward(self.engine, rows, micro_batching, self._score, by_token=False)
+        (scores_B,) = forward(self.engine, rows, micro_batching, self.score_rows, by_token=False)
         return DataProto.from_dict(tensors={"rm_scores": jagged_on_last_token(scores_B, rows["response_mask"])})
 
-    def _score(self, micro: MicroBatch) -> tuple[torch.Tensor]:
-        """(b,)."""
+    def score_rows(self, micro: MicroBatch) -> tuple[torch.Tensor]:
+        """The score of each row, (b,)."""
         return (self.engine.run(self.engine.pack(micro.on_host)),)

@@ -99,6 +99,13 @@ class SupervisedWorker(TrainedWorker):
     def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
         """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of the whole batch."""
         losses, values = self.losses(micro)
+        by_token, by_sample = micro["response_mask"].shape, (len(micro.samples.first_rows),)
+        if losses.shape not in (by_token, by_sample):
+            raise ValueError(
+                f"{type(self).__name__}.losses returned the shape {tuple(losses.shape)}: give one for each token, "
+                f"{tuple(by_token)}, to which micro.of_rows pads what PackedBatch.of_tokens makes, or one for each "
+                f"sample, {by_sample}"
+            )
         count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
         if losses.ndim == 1:  # a pair without a learned token fills up a pass
             losses = zero_masked(losses, _mask(losses, micro).bool().any(-1))
@@ -206,7 +213,7 @@ class ILQLWorker(SupervisedWorker):
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the configuration."""
         settings, packed = self.training, self.engine.pack(micro.on_host)
-        columns = [micro.of_rows(packed.unpack(scored)) for scored in self.engine.run(packed)]
+        columns = [micro.of_rows(packed.of_tokens(scored)) for scored in self.engine.run(packed)]
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -235,7 +242,7 @@ def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
     """(b, R) float32, 0 where nothing is learned."""
     packed = engine.pack(micro.on_host)
-    return micro.of_rows(packed.unpack(engine.run(packed, 1.0)[0]))
+    return micro.of_rows(packed.of_tokens(engine.run(packed, 1.0)[0]))
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:

@@ -53,7 +53,7 @@ class MicroBatch(ColumnViews):
     `on_host` has the rows on the host, where they are packed without a wait. Losses are of samples: `by_sample` has
     their columns, and `of_samples` brings what a model returns of rows into that form.
 
-    The first column that is read brings all to the device, in one copy.
+    What is read first, a column or a place, brings all to the device, in one copy.
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
@@ -62,8 +62,6 @@ class MicroBatch(ColumnViews):
         self.samples = SampleRows(rows.sample_starts)
         self.in_rows = rows.response_places()
         self.in_samples = self.in_rows if self.samples.is_plain else rows.response_places(self.samples.starts)
-        self.put_in: set[str] = set()
-        """Columns that are not those of the rows."""
 
     @cached_property
     def moved(self) -> dict[str, torch.Tensor]:
@@ -80,8 +78,13 @@ class MicroBatch(ColumnViews):
         return self._padded(column) if is_jagged(self.on_host[name]) else column
 
     def __setitem__(self, name: str, column: torch.Tensor) -> None:
+        num_rows, _ = self.in_rows.shape
+        if len(column) != num_rows:
+            raise ValueError(
+                f"micro[{name!r}] is given the shape {tuple(column.shape)}, and has {num_rows} rows: pad what a model "
+                "returns of tokens by micro.of_rows"
+            )
         super().__setitem__(name, column)
-        self.put_in.add(name)
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """(K,), what a model returns of the response tokens, as it is; of padded (b, R, ...) the tokens, (K, ...).
@@ -94,7 +97,7 @@ class MicroBatch(ColumnViews):
         if values.shape != (num_tokens,):
             raise ValueError(
                 f"values of response tokens have shape {tuple(values.shape)}: give one for each of these, "
-                f"({num_tokens},), as PackedBatch.unpack makes them, or padded to {tuple(self.in_rows.shape)}"
+                f"({num_tokens},), as PackedBatch.of_tokens makes them, or padded to {tuple(self.in_rows.shape)}"
             )
         return values
 
@@ -114,7 +117,8 @@ class MicroBatch(ColumnViews):
         """One of `by_sample`."""
         if self.samples.is_plain:
             return self[name]
-        if name not in self.put_in and is_jagged(self.on_host[name]):
+        is_unread = self._columns[name] is None
+        if is_unread and is_jagged(self.on_host[name]):
             return self._padded_by_sample(self.moved[name])
         column = self[name]
         is_by_token = column.shape[:2] == self.in_rows.shape

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch.nn import functional as F
@@ -135,7 +135,14 @@ class PackedBatch:
         moved: dict[str, Any] = to_device(tensors, device)
         return replace(self, **moved)
 
-    def unpack(self, scored_values: torch.Tensor) -> torch.Tensor:
+    def unpack(self, scored_values: torch.Tensor) -> NoReturn:
+        """Raises ValueError: it padded to rows, which a packed batch does not know any more."""
+        raise ValueError(
+            "PackedBatch.unpack is gone: packed.of_tokens(values) has one number for each response token, and "
+            "micro.of_rows of it pads these to (b, R), as unpack did"
+        )
+
+    def of_tokens(self, scored_values: torch.Tensor) -> torch.Tensor:
         """(M,) -> (K,) float32, of each response token, zero of those that are not scored; differentiable; a share's
         values are gathered."""
         if self.exchange is not None:
@@ -144,7 +151,7 @@ class PackedBatch:
         return values.index_copy(0, self.places, scored_values.float())
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
-        """This rank's share of the tokens, with the scored tokens among them; `unpack` gathers their values.
+        """This rank's share of the tokens, with the scored tokens among them; `of_tokens` gathers their values.
 
         The batch is filled up to a multiple of s by one more sequence, of which nothing is scored.
         """

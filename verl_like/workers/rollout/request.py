@@ -60,7 +60,10 @@ class Completion:
     """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int64))
+        token_ids = np.asarray(self.token_ids)
+        if token_ids.size and token_ids.dtype.kind not in "iu":
+            raise RolloutError(f"A response has token ids that are no whole numbers of 64 bits: {token_ids.tolist()}.")
+        object.__setattr__(self, "token_ids", token_ids.astype(np.int64, copy=False))
         object.__setattr__(self, "log_probs", np.asarray(self.log_probs, np.float32))
 
 
