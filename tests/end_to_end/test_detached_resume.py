@@ -25,7 +25,7 @@ SIDES = {
 # The part of a rank that is there, of a checkpoint that is not complete yet.
 WRITTEN = "global_step_*.partial/actor/checkpoint/*.safetensors"
 VALIDATED = "val-core/exact_match/acc/mean@1"
-PHASES = ["generate_sequences", "update_actor", "export_weights", "load_weights", WRITTEN]
+PHASES = ["collect_completions", "update_actor", "export_weights", "load_weights", WRITTEN]
 
 
 def start(folder: Path, settings: list[str]) -> subprocess.Popen:
@@ -101,7 +101,7 @@ def test_above_staleness_0_what_was_begun_is_given_out_again_and_no_prompt_is_lo
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.save_freq=1"]
     settings += ["detached.experience_batch_size=1", "trainer.total_training_steps=12"]
-    newest = kill_in("generate_sequences", tmp_path, settings, num_rows=3)
+    newest = kill_in("collect_completions", tmp_path, settings, num_rows=3)
     ledger = newest.state["ledger"]
     assert ledger["trained"] == [4 * newest.step] and 1 <= len(ledger["unfinished"]) <= 8
     assert sum(ledger["trained"]) + len(ledger["unfinished"]) == ledger["next_number"] and not ledger["dropped"]

@@ -102,7 +102,7 @@ def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("method", ["ray.init", "init_model", "generate_sequences", "update_actor", "save_checkpoint"])
+@pytest.mark.parametrize("method", ["ray.init", "init_model", "collect_completions", "update_actor", "save_checkpoint"])
 def test_a_preempted_run_stops_cleanly_in_every_phase(tmp_path: Path, start: Callable, method: str):
     process = start("trainer.save_freq=1")
     wait_for_call(tmp_path, process, method)

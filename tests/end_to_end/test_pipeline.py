@@ -66,7 +66,7 @@ def test_the_next_responses_are_drawn_with_the_weights_that_a_step_starts_from(t
 @pytest.mark.proof
 def test_the_next_responses_are_generated_while_actor_and_critic_train(tmp_path: Path, tiny_llama: Callable):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *SPLIT, *AHEAD, "trainer.total_training_steps=3"]
-    run_on_ray([*settings, "data.max_response_length=48", "trainer.test_freq=-1"])
+    run_on_ray([*settings, "data.max_response_length=160", "trainer.test_freq=-1"])
     rows = metrics_of(tmp_path)
     assert [row["training/staleness/max"] for row in rows if "training/staleness/max" in row] == [0, 1, 1]
     events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from test_resume import numbers_of, tensors_of
 from verl_like.trainer import checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.proof, pytest.mark.timeout(1800)]
-PHASES = ["generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic"]
+PHASES = ["collect_completions", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic"]
 PHASES += ["update_actor", "load_weights"]
 # The file that is there: the folder of a checkpoint whose state is being copied, and the part of a rank, not committed.
 FILES = ["global_step_*.partial", "global_step_*.partial/actor/checkpoint/*.safetensors"]
