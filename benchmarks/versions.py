@@ -29,18 +29,16 @@ def main() -> None:
     trees = {"this": ROOT, commit: tree, f"{commit} again": tree}
 
     def sides(script: str, threads: int = 1) -> list[Side]:
-        of_trees = []
+        started = []
         for name, root in trees.items():
             harness.ROOT = root  # whose packages and whose side of the benchmark the process runs
-            of_trees.append(Side(name, script, "project", threads))
+            started.append(Side(name, script, "project", threads))
         harness.ROOT = ROOT
-        return of_trees
+        return started
 
-    def compare(what: str, both: list[Side], rounds: int, function: str, key: str = "seconds", **work: Any) -> None:
-        show(
-            what,
-            {name: [r[key] for r in results] for name, results in interleave(both, rounds, function, **work).items()},
-        )
+    def compare(what: str, of_trees: list[Side], rounds: int, function: str, key: str = "seconds", **work: Any) -> None:
+        results = interleave(of_trees, rounds, function, **work)
+        show(what, {name: [result[key] for result in of_tree] for name, of_tree in results.items()})
 
     def show(what: str, seconds: dict[str, list[float]]) -> None:
         for name, values in seconds.items():
@@ -71,72 +69,73 @@ def first_step(report: Report, trees: dict[str, Path]) -> None:
 
 
 def maths(sides: Callable, compare: Callable, show: Callable) -> None:
-    both = sides("advantages_ours.py")
-    for side in both:
+    of_trees = sides("advantages_ours.py")
+    for side in of_trees:
         side.call("load", rows=256, length=8192, holes=False)
-    for function, key in (("gae", "seconds"), ("grpo", "seconds"), ("loss", "both")):
-        compare(f"{function}, 256 x 8192 tokens", both, 9, function, key)
-    close(both)
+    for function, key in (("gae", "seconds"), ("grpo", "seconds"), ("loss", "of_trees")):
+        compare(f"{function}, 256 x 8192 tokens", of_trees, 9, function, key)
+    close(of_trees)
 
 
 def head(sides: Callable, compare: Callable, show: Callable) -> None:
-    both = sides("head_ours.py", threads=2)
-    for side in both:
+    of_trees = sides("head_ours.py", threads=2)
+    for side in of_trees:
         side.call("prepare", head="ours", shape=[1024, 65536, 256], device="cpu")
     for backward, what in ((False, "forward"), (True, "forward and backward")):
-        compare(f"head {what}, 2 threads", both, 7, "run", backward=backward)
-    close(both)
+        compare(f"head {what}, 2 threads", of_trees, 7, "run", backward=backward)
+    close(of_trees)
 
 
 def planner(sides: Callable, compare: Callable, show: Callable) -> None:
-    both = sides("planner_ours.py")
+    of_trees = sides("planner_ours.py")
     for law in ("log-normal", "above half"):
-        compare(f"micro-batches of 8192 rows, {law}", both, 9, "micro_batches", law=law, rows=8192, limit=60.0)
-    compare("64 shares of 8192 rows", both, 5, "shares", law="log-normal", rows=8192, parts=64, limit=60.0)
-    close(both)
+        compare(f"micro-batches of 8192 rows, {law}", of_trees, 9, "micro_batches", law=law, rows=8192, limit=60.0)
+    compare("64 shares of 8192 rows", of_trees, 5, "shares", law="log-normal", rows=8192, parts=64, limit=60.0)
+    close(of_trees)
 
 
 def dispatch(sides: Callable, compare: Callable, show: Callable) -> None:
-    both = sides("dispatch_ours.py")
-    for side in both:
+    of_trees = sides("dispatch_ours.py")
+    for side in of_trees:
         side.call("begin", num_cpus=6, store_mib=1500)
         side.call("start", workers=2)
         side.call("start_raw", workers=2)
-    found = interleave(both, 20, "small_calls", workers=2, repeats=15)
+    found = interleave(of_trees, 20, "small_calls", workers=2, repeats=15)
     for kind in ("ping", "batch"):
         of_kind = {name: [ms / 1e3 for result in results for ms in result[kind]] for name, results in found.items()}
         show(f"{kind}, 2 workers", of_kind)
     for rows in (64, 1024):
-        results: dict[str, list[float]] = {side.name: [] for side in both}
+        results: dict[str, list[float]] = {side.name: [] for side in of_trees}
         for step in range(16):
-            for side in both if step % 2 else both[::-1]:
+            first = step % len(of_trees)
+            for side in [*of_trees[first:], *of_trees[:first]]:
                 seconds = side.call("dispatch", rows=rows, length=2048, step=step)["seconds"]
                 if step >= 2:
                     results[side.name].append(seconds)
         show(f"dispatch of {rows} x 2048 tokens", results)
-    close(both)
+    close(of_trees)
 
 
 def overlap(sides: Callable, compare: Callable, show: Callable) -> None:
-    both = sides("overlap_ours.py")
-    for side in both:
+    of_trees = sides("overlap_ours.py")
+    for side in of_trees:
         side.call("start")
     for what, rows, length, sleep_s in (("simulated", 256, 2048, 0.3), ("real", 64, 256, 0.0)):
         work = {"rows": rows, "length": length, "seed": 3, "sleep_s": sleep_s}
-        compare(f"actor and critic update at once, {what} training", both, 9, "update", **work)
-    close(both)
+        compare(f"actor and critic update at once, {what} training", of_trees, 9, "update", **work)
+    close(of_trees)
 
 
 def rollout(sides: Callable, compare: Callable, show: Callable) -> None:
-    both = sides("rollout_ours.py")
-    for side in both:
+    of_trees = sides("rollout_ours.py")
+    for side in of_trees:
         side.call("start")
-    compare("generation with long-tailed lengths", both, 5, "generate", warm_up=1, seed=1)
-    close(both)
+    compare("generation with long-tailed lengths", of_trees, 5, "generate", warm_up=1, seed=1)
+    close(of_trees)
 
 
-def close(both: list[Side]) -> None:
-    for side in both:
+def close(of_trees: list[Side]) -> None:
+    for side in of_trees:
         side.close()
 
 

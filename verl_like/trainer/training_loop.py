@@ -16,8 +16,6 @@ from verl_like.trainer.run_state import LAST_ROW
 
 Log = Callable[[Mapping[str, Metric | float]], None]
 """Adds metrics to the row of a step."""
-
-
 _REPLACED = {
     "next_step": "override step, which takes its batch itself, or take, which gives what a step trains on",
     "one_step": "override run_step, which is every step with its row, validation and checkpoint",
@@ -223,9 +221,13 @@ class TrainingLoop(abc.ABC):
     def save(self) -> Path:
         """Copies the training state, which is written while training goes on; returns the folder of a checkpoint."""
         self.recorder.commit_checkpoint(wait=True)  # the one before
-        folder = begin(self.recorder.run_dir, self.global_step)
+        folder = self.new_folder()
         save_training(self.trained, folder)
         return folder
+
+    def new_folder(self) -> Path:
+        """The folder of this step's checkpoint, empty."""
+        return begin(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
         """What goes on after a resume, beside the models; JSON values."""

@@ -1,5 +1,6 @@
 """What the policy's three roles have in common; verl has one class of this name for all of them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,5 @@ class ActorRolloutRefWorker(ModelWorker):
     def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
         """`column`: the log-probability of each response token, jagged float32, in passes as of the reference."""
         micro_batching = log_prob_micro_batching(self.config.ref)
-        return self.infer(
-            data, [column], micro_batching, lambda micro: self.score_tokens(micro, with_entropy=False), phase
-        )
+        log_probs = partial(self.score_tokens, with_entropy=False)
+        return self.infer(data, [column], micro_batching, log_probs, phase)

@@ -38,6 +38,11 @@ class ValueWorker(ModelWorker):
         self.fsdp_config = config.model.fsdp_config
         self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
+        super().__init_subclass__(**arguments)
+        refuse_overridden(cls, ValueWorker, {"_predict": "override values_of_tokens, which returns (K,)"})
+
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"], jagged=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimated return from each response token, jagged float32: read at the token before it."""
@@ -46,14 +51,11 @@ class ValueWorker(ModelWorker):
             self.config.forward_max_token_len_per_gpu,
             self.config.use_dynamic_bsz,
         )
-        return self.infer(
-            data, ["values"], micro_batching, lambda micro: (self.values_of_tokens(micro),), phase="values"
-        )
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
-        super().__init_subclass__(**arguments)
-        refuse_overridden(cls, ValueWorker, {"_predict": "override values_of_tokens, which returns (K,)"})
+        def values(micro: MicroBatch) -> tuple[torch.Tensor]:
+            return (self.values_of_tokens(micro),)
+
+        return self.infer(data, ["values"], micro_batching, values, phase="values")
 
     def values_of_tokens(self, micro: MicroBatch) -> torch.Tensor:
         """The value of each response token, (K,)."""

@@ -17,7 +17,7 @@ from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.trainer import engine_check
 from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.checkpoint import Checkpoint, partial_of_step, save_training
+from verl_like.trainer.checkpoint import Checkpoint, partial_of_step
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.config import DetachedConfig
@@ -172,12 +172,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def validate(self) -> dict[str, float]:
         raise AssertionError("the first maker validates, with the versions that it has")
 
-    def save(self) -> Path:
-        """Every trainer writes its part into the folder of the run's checkpoint."""
-        self.recorder.commit_checkpoint(wait=True)  # the one before
-        folder = partial_of_step(self.recorder.run_dir, self.global_step)
-        save_training(self.trained, folder)
-        return folder
+    def new_folder(self) -> Path:
+        """The folder of the run's checkpoint, into which other trainers may have written their parts."""
+        return partial_of_step(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
         """The ledger's when the step was done, from the last trainer that has done it; None from the others."""

@@ -55,7 +55,10 @@ class PushedWeights:
 
 @dataclass
 class SideRecorder:
-    """The `Recorder` of a side. The run collects what happened since its last report."""
+    """The `Recorder` of a side, and the `LoopRecorder` of a trainer.
+
+    The run collects what happened since its last report.
+    """
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)

@@ -316,5 +316,6 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     (output,) = request.outputs
     versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
-    token_ids, log_probs = np.array(output.token_ids, np.int64), np.array(output.logprobs.logprobs, np.float32)
+    token_ids = np.array(output.token_ids, np.int64)
+    log_probs = np.array(output.logprobs.logprobs, np.float32)
     return Completion(token_ids, log_probs, versions, request.num_cached_tokens or 0)
