@@ -62,7 +62,9 @@ def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> f
         policy_loss=PolicyLossConfig(loss_mode="vanilla", **policy_loss),
         **{key: value for key, value in options.items() if key.startswith("tau")},
     )
-    config = SimpleNamespace(clip_ratio_low=0.15, clip_ratio_high=0.25, clip_ratio_c=3.0, global_batch_info={})
+    # verl divides by the width of the columns; here it is said.
+    counts = {"loss_scale_factor": LENGTH}
+    config = SimpleNamespace(clip_ratio_low=0.15, clip_ratio_high=0.25, clip_ratio_c=3.0, global_batch_info=counts)
     function = get_policy_loss_fn(name)
     declared = options_class(function)
     ours, theirs = (columns["log_prob"].clone().requires_grad_() for _ in range(2))
