@@ -35,7 +35,7 @@ gpu-rehearsal:
 gpu-environment:
 	@python3 scripts/gpu_rehearsal.py --environment
 
-# The sums of trainer/memory.py beside what a 7B model reserves on the null GPU, about ten minutes; writes
+# The sums of trainer/memory/sums.py beside what a 7B model reserves on the null GPU, about ten minutes; writes
 # docs/memory_plan.md. CHOSEN="sft lora*" does some of the cases and writes nothing.
 plan-check:
 	$(on_cpu) PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $$python scripts/plan_check.py $(CHOSEN)

@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.harness import Report, Side, copy_rate, sized
 from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, SAMPLE_BYTES
 from benchmarks.sides.grpo_world import forced_lengths
-from verl_like.trainer.detached.config import DetachedBlock
+from verl_like.trainer.config.detached import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 SAMPLES, SLOTS = 64, 16  # samples of a version

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import toy_world
 from benchmarks.harness import ROOT, Report, sized
-from verl_like.trainer import checkpoint
+from verl_like.trainer.state import checkpoint
 
 ROUNDS = sized(3, 1)
 

@@ -21,8 +21,8 @@ from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import Pool, Process, measure_engine, measure_run
-from verl_like.trainer.memory import CONTEXT, GB, PlannedPool
-from verl_like.trainer.memory_pools import planned_pools
+from verl_like.trainer.memory.pools import planned_pools
+from verl_like.trainer.memory.sums import CONTEXT, GB, PlannedPool
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "build" / "plan_check"

@@ -3,6 +3,18 @@
 import importlib
 from collections.abc import Mapping, Sequence
 
+MOVED = {
+    "verl_like.trainer.display": "verl_like.trainer.run.display",
+    "verl_like.trainer.experience": "verl_like.trainer.loop.experience",
+    "verl_like.trainer.experience_maker": "verl_like.trainer.ppo.experience_maker",
+    "verl_like.trainer.learner": "verl_like.trainer.ppo.learner",
+    "verl_like.trainer.maker_driver": "verl_like.trainer.ppo.maker_driver",
+    "verl_like.trainer.ppo_trainer": "verl_like.trainer.ppo.ray_trainer",
+    "verl_like.trainer.run_ppo": "verl_like.trainer.ppo.run_ppo",
+    "verl_like.trainer.training_loop": "verl_like.trainer.loop.training_loop",
+}
+"""Modules that the documents once named, each with where its names are now."""
+
 
 def import_plugins(modules: Sequence[str]) -> None:
     """Imports the modules, which register what they add; one that was imported before does nothing.
@@ -13,9 +25,11 @@ def import_plugins(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a script may end itself
+            advice = "correct the module, or give package.module with the package on PYTHONPATH"
+            if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
+                advice = f"import from {MOVED[error.name]}, where its names are now"
             raise ValueError(
-                f"plugins: {module} cannot be imported ({type(error).__name__}: {error}): correct the module, or give "
-                "package.module with the package on PYTHONPATH"
+                f"plugins: {module} cannot be imported ({type(error).__name__}: {error}): {advice}"
             ) from error
 
 

@@ -26,16 +26,16 @@ from verl_like.export import ADAPTER, export
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray.start import end_ray, start_ray
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer import worker_template
-from verl_like.trainer.checkpoint import folder_of_step
 from verl_like.trainer.config import PPOConfig, load_ppo_config
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.main_ppo import WORKERS
-from verl_like.trainer.memory_pools import check_memory
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
-from verl_like.trainer.roles import Role
-from verl_like.trainer.run_ppo import check_ppo_inputs
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.memory.pools import check_memory
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, get_trainer
+from verl_like.trainer.ppo.run_ppo import check_ppo_inputs
+from verl_like.trainer.run import worker_template
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state.checkpoint import folder_of_step
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.packed_models import head_name
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.serve import serve, stopwatch
 from benchmarks.sides.gpu_training import RandomPolicy, policy
-from verl_like.trainer.checkpoint import begin, commit, keep
+from verl_like.trainer.state.checkpoint import begin, commit, keep
 
 state: dict[str, Any] = {}
 

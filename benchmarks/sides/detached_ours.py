@@ -10,8 +10,8 @@ from benchmarks.serve import serve, stopwatch
 from benchmarks.sides import dispatch_ray
 from benchmarks.sides.detached_work import BATCH, NUM_MADE, NUM_SAMPLES, PASSES, ROWS, in_order, samples, sums
 from verl_like.protocol import DataProto
+from verl_like.trainer.config.detached import DetachedBlock
 from verl_like.trainer.detached.buffer import ExperienceBuffer
-from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger
 
 TIMEOUT_S, IN_FLIGHT, TICKETS = 60, 4, 16

@@ -15,7 +15,7 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.single_controller import Dispatch, Worker, register
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.loop.balancing import RowWork
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.flops import ModelCost

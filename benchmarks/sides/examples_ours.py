@@ -7,8 +7,8 @@ from verl_like.protocol import metric_values
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import DPOConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 

@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks.serve import serve
 from benchmarks.sides.grpo_gate import Gate
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_inputs import check_inputs
-from verl_like.trainer.run import train
-from verl_like.trainer.run_ppo import fit
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.inputs import check_inputs
+from verl_like.trainer.ppo.run_ppo import fit
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.run.shell import train
 
 gate = Gate()
 bodies: queue.Queue[tuple[Callable[[], None], Future[None]]] = queue.Queue()

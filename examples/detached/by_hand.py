@@ -16,11 +16,11 @@ import ray
 from verl_like.single_controller.ray.start import end_ray, start_ray
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, PromptLoader
-from verl_like.trainer.ppo_inputs import load_dataset
+from verl_like.trainer.ppo.inputs import load_dataset
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.rewards.exact_match import compute_score
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.ppo_inputs import load_dataset
+from verl_like.trainer.ppo.inputs import load_dataset
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
 from verl_like.workers.weight_sync import collect_weights

@@ -9,8 +9,8 @@ from source_tree import PACKAGE, ROOT, parse, python_files
 
 from verl_like.trainer.config import PPOConfig
 from verl_like.trainer.config.compose import leaves
-from verl_like.trainer.detached.config import DetachedConfig
-from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig
+from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig
 
 MAX_LEAVES = 150
 # The options of one technique, which count with it and not with what a run asks of everybody.
@@ -50,10 +50,11 @@ def test_every_key_is_documented():
 
 
 # Read where the configuration is resolved: by the presets, as what clip_ratio_low and clip_ratio_high mean by null, and
-# by the properties attn_implementation, hf_overrides, tokenizer, num_shards and reward_models_by_role.
+# by the properties makers, attn_implementation, hf_overrides, tokenizer, num_shards and reward_models_by_role.
 READ_BY_THE_CONFIGURATION = {
     "reward_models",
     "trainer.nnodes",
+    "detached.num_makers",
     "trainer.n_gpus_per_node",
     "actor_rollout_ref.actor.clip_ratio",
     *("actor_rollout_ref.actor.fsdp_config.fsdp_size", "critic.model.fsdp_config.fsdp_size"),

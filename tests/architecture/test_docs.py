@@ -76,7 +76,7 @@ def test_the_site_has_every_page_of_docs():
 
 def test_the_loop_in_the_readme_is_the_source_line_by_line():
     excerpts = EXCERPT.findall((ROOT / "README.md").read_text())
-    files = ["training_loop.py", "ppo_trainer.py", "experience_maker.py", "experience_maker.py", "learner.py"]
+    files = ["training_loop.py", "ray_trainer.py", "experience_maker.py", "experience_maker.py", "learner.py"]
     assert [path.rpartition("/")[2] for path, _ in excerpts] == files
     for path, code in excerpts:
         lines = textwrap.indent(code, 8 * " ").splitlines()  # of a method

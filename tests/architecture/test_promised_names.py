@@ -10,6 +10,8 @@ import pytest
 from source_tree import PACKAGE, ROOT, python_files
 from test_docs import DOCUMENTS
 
+from verl_like.plugins import MOVED
+
 LISTED = tomllib.loads((ROOT / "tests" / "promised_names.toml").read_text())
 MODULES: dict[str, list[str]] = LISTED["modules"]
 METHODS: dict[str, list[str]] = LISTED["methods"]
@@ -61,6 +63,13 @@ def test_what_was_removed_is_gone_and_has_a_replacement():
             assert name in PROMISED, f"{name} was never promised"
             with pytest.raises(AttributeError):
                 find(name)
+
+
+def test_a_module_that_has_moved_is_promised_where_it_is_now_alone():
+    for before, now in MOVED.items():
+        assert now in MODULES and before not in MODULES
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(before)
 
 
 def test_every_class_and_path_that_the_documents_name_is_listed():

@@ -10,7 +10,7 @@ from verl_like.workers.config.roles import PolicyLossConfig
 
 # From the entry point to the engine: each file calls the next by this name.
 WALK = ("run_ppo", "get_trainer", "Learner", "update_actor", "update", "on_device")
-LOOP = PACKAGE / "trainer/training_loop.py"
+LOOP = PACKAGE / "trainer/loop/training_loop.py"
 """From which the trainer has its `fit` and `step`."""
 
 
@@ -34,7 +34,11 @@ def test_no_function_is_longer_than_80_lines():
 
 
 def test_the_step_fits_on_one_screen():
-    for file, name in (("ppo_trainer.py", "take"), ("training_loop.py", "step"), ("training_loop.py", "fit")):
+    for file, name in (
+        ("ppo/ray_trainer.py", "take"),
+        ("loop/training_loop.py", "step"),
+        ("loop/training_loop.py", "fit"),
+    ):
         lengths = function_lengths(parse(PACKAGE / "trainer" / file))
         assert next(length for key, length in lengths.items() if key.startswith(f"{name}:")) <= 60
 
@@ -67,12 +71,12 @@ def walk_from_main_to_loss() -> list[Path]:
         files.append(next_file(files[-1], name))
     actor = next(file for file in files if defines(parse(file), "update_actor"))
     losses = next_file(actor, "get_policy_loss_fn").with_suffix("")  # a package: a file for each loss
-    assert "import TrainingLoop\n" in (PACKAGE / "trainer/ppo_trainer.py").read_text()
+    assert "import TrainingLoop\n" in (PACKAGE / "trainer/ppo/ray_trainer.py").read_text()
     return [*files, LOOP, losses / f"{PolicyLossConfig.model_fields['loss_mode'].default}.py"]
 
 
 def test_the_walk_follows_imports_and_method_names():
-    assert {path.stem for path in walk_from_main_to_loss()} >= {"ppo_trainer", "learner", "fsdp", "vanilla"}
+    assert {path.stem for path in walk_from_main_to_loss()} >= {"ray_trainer", "learner", "fsdp", "vanilla"}
 
 
 def test_the_walk_from_main_to_the_loss_is_short():

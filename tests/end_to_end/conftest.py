@@ -9,7 +9,7 @@ import pytest
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.rewards import registry
-from verl_like.trainer import ppo_trainer
+from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 from verl_like.workers import rollout
 
 REWARDS = """
@@ -29,8 +29,8 @@ from verl_like.algorithms import masked as verl_F
 from verl_like.algorithms.advantages import AdvantageOptions, register_adv_est
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.policy_losses import register_policy_loss
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, register_trainer
 from verl_like.workers.rollout import register_rollout_engine
 from verl_like.workers.rollout.hf_engine import HfEngine
 

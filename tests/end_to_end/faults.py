@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from runs import metrics_of
 
-from verl_like.trainer import checkpoint
+from verl_like.trainer.state import checkpoint
 
 SYNCHRONOUS, DETACHED = "synchronous", "detached"
 PLACEMENT = {

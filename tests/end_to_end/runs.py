@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from documented_metrics import undocumented
 
-from verl_like.trainer import worker_template
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.run_detached import run_detached
 from verl_like.trainer.main_ppo import WORKERS
-from verl_like.trainer.run_ppo import run_ppo
+from verl_like.trainer.ppo.run_ppo import run_ppo
+from verl_like.trainer.run import worker_template
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

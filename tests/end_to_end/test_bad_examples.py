@@ -9,7 +9,7 @@ import pytest
 import ray
 from test_sft import config_in, model_path
 
-from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from verl_like.trainer.supervised.run_supervised import run_supervised
 
 assert model_path  # a fixture

@@ -22,10 +22,10 @@ from transformers import (
     StableLmConfig,
 )
 
-from verl_like.trainer import tracking
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_inputs import check_inputs, require_vllm_for
-from verl_like.trainer.run_ppo import run_ppo
+from verl_like.trainer.ppo.inputs import check_inputs, require_vllm_for
+from verl_like.trainer.ppo.run_ppo import run_ppo
+from verl_like.trainer.run import tracking
 
 Refusal = Callable[..., str]
 

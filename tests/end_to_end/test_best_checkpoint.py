@@ -8,9 +8,9 @@ import pytest
 from runs import metrics_of
 from test_local_step import local_trainer, run_locally
 
-from verl_like.trainer import checkpoint
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
-from verl_like.trainer.run_recorder import UnknownMetric
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl_like.trainer.run.run_recorder import UnknownMetric
+from verl_like.trainer.state import checkpoint
 
 METRIC = "val-core/exact_match/acc/mean@1"
 BEST = [f"trainer.best_ckpt_metric={METRIC}", "algorithm.adv_estimator=grpo", "trainer.max_ckpt_to_keep=1"]

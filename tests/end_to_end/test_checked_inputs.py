@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.machine import check_machine
-from verl_like.trainer.ppo_inputs import check_inputs
-from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.ppo.inputs import check_inputs
+from verl_like.trainer.ppo.workers import build_resource_pools
+from verl_like.trainer.run.machine import check_machine
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.pretrained import load_tokenizer

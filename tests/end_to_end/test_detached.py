@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import padded
-from verl_like.trainer import checkpoint, maker_driver
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import SideRecorder
+from verl_like.trainer.ppo import maker_driver
+from verl_like.trainer.state import checkpoint
 
 pytestmark = pytest.mark.ray
 
@@ -113,7 +114,7 @@ import os
 import pathlib
 import signal
 
-from verl_like.trainer.maker_driver import MakerDriver, register_maker_driver
+from verl_like.trainer.ppo.maker_driver import MakerDriver, register_maker_driver
 
 
 @register_maker_driver
@@ -213,8 +214,8 @@ import pathlib
 import time
 
 from verl_like.single_controller import Dispatch, register
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.maker_driver import MakerDriver, register_maker_driver
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.maker_driver import MakerDriver, register_maker_driver
 from verl_like.workers.rollout_worker import RolloutWorker
 
 

@@ -19,10 +19,10 @@ from verl_like.protocol import Part
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.start import start_ray
 from verl_like.single_controller.shard import ForwardedFuture
-from verl_like.trainer import worker_template
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
+from verl_like.trainer.run import worker_template
 
 pytestmark = pytest.mark.ray
 REWARD = """

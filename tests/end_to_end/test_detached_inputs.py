@@ -15,15 +15,16 @@ from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart
 
 from verl_like.simple import LocalTrainer
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
-from verl_like.trainer import checkpoint, maker_driver
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import SideRecorder
-from verl_like.trainer.maker_driver import MakerDriver
-from verl_like.trainer.resume import fingerprints_of
+from verl_like.trainer.ppo import maker_driver
+from verl_like.trainer.ppo.maker_driver import MakerDriver
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.resume import fingerprints_of
 
 
 def side_of(actor_class: Any, config: DetachedConfig, **fields: Any) -> Any:

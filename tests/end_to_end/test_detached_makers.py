@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from verl_like.export import export
 from verl_like.protocol import DataProto
-from verl_like.trainer import maker_driver
+from verl_like.trainer.ppo import maker_driver
 from verl_like.workers.rollout import Completion, GenerationRequest, Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof]
@@ -63,8 +63,8 @@ KEEPING_MAKER = """
 import pathlib
 import uuid
 
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.maker_driver import MakerDriver, register_maker_driver
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.maker_driver import MakerDriver, register_maker_driver
 
 
 class KeepingMaker(ExperienceMaker):

@@ -13,7 +13,7 @@ from test_interruptions import wait_for_call, wait_for_steps
 from test_resume import tensors_of
 from test_resume_after_kill import wait_for_file
 
-from verl_like.trainer import checkpoint
+from verl_like.trainer.state import checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.proof, pytest.mark.timeout(1800)]
 PPO = [*APART, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.critic_warmup=2"]

@@ -7,11 +7,11 @@ import pytest
 from runs import metrics_of
 from test_toy_job import ACCURACY, GRPO, ROOT, train
 
-from verl_like.trainer import worker_template
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.run_detached import run_detached
 from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.run import worker_template
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof, pytest.mark.timeout(1200)]
 WANTED = 0.95

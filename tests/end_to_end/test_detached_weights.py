@@ -17,7 +17,7 @@ from verl_like.protocol import Part
 from verl_like.single_controller.failure import WorkerDied, WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.shard import ForwardedFuture
-from verl_like.trainer.detached.config import DetachedBlock, DetachedConfig
+from verl_like.trainer.config.detached import DetachedBlock, DetachedConfig
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, maker_models
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 

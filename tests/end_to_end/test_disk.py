@@ -15,10 +15,11 @@ from test_sft import config_in, model_path, numbers_of
 from verl_like.protocol import Metric
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
-from verl_like.trainer import checkpoint, run
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.config.supervised import SFTConfig
+from verl_like.trainer.run import shell as run
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
 from verl_like.trainer.supervised import run_supervised
-from verl_like.trainer.supervised.config import SFTConfig
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import SFTWorker
 

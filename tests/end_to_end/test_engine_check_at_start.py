@@ -9,8 +9,8 @@ import pytest
 from runs import APART, metrics_of, run_apart, tiny_run_settings
 from test_local_step import local_trainer, run_locally
 
-from verl_like.trainer.engine_check import EngineMismatch
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.ppo.engine_check import EngineMismatch
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 
 OTHER_NORMS = """
 from verl_like.workers.rollout_worker import RolloutWorker

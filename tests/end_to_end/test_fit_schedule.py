@@ -13,7 +13,7 @@ from test_local_step import local_trainer, run_locally
 from test_resume import numbers_of
 from test_resume_of_own_roles import COUNTING_JUDGE
 
-from verl_like.trainer.resume import find_run
+from verl_like.trainer.state.resume import find_run
 
 VALIDATED = "val-core/exact_match/acc/mean@1"
 GRPO = "algorithm.adv_estimator=grpo"

@@ -13,7 +13,7 @@ import torch
 from examples.ilql.scores import mean_score, scores, uniform
 from examples.ilql.walks import GOAL, MAX_STEPS, PLACES, VOCABULARY, Graph, best_score, make_graph, make_walks, score
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import ILQLConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import ILQLConfig, SFTConfig, broken_supervised_rules
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"b": "ac", "c": "bd", "d": "cb"}  # from b, c and d the goal is 1, 2 and 2 steps away

@@ -11,9 +11,9 @@ from kill_points import die_at, in_a_fork
 from test_sft import config_in, model_path, numbers_of, run_here, trainer_in
 
 from verl_like.protocol import Metric
-from verl_like.trainer import checkpoint
-from verl_like.trainer.resume import find_run
-from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.resume import find_run
 from verl_like.trainer.supervised.run_supervised import check_inputs
 
 assert model_path  # a fixture

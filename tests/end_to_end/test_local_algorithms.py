@@ -11,7 +11,7 @@ from test_local_step import run_locally
 from transformers import AutoModelForCausalLM
 
 from verl_like.protocol.padded import padded
-from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Generated
+from verl_like.trainer.ppo.experience_maker import Experience, ExperienceMaker, Generated
 
 SETTINGS = [
     "critic.enable=false",

@@ -16,12 +16,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples import local_grpo_step
 from verl_like.protocol.padded import padded
-from verl_like.trainer import ppo_inputs, ppo_trainer, ppo_workers
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import find_run
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.scoring import RuleScorer
+from verl_like.trainer.ppo import inputs as ppo_inputs
+from verl_like.trainer.ppo import ray_trainer as ppo_trainer
+from verl_like.trainer.ppo import workers as ppo_workers
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.scoring import RuleScorer
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state.resume import find_run
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout import router
 from verl_like.workers.rollout.router import ResponsesFuture

@@ -15,10 +15,10 @@ from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
-from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.experience_maker import Experience, Generated, Scored, Weights
-from verl_like.trainer.learner import Learner, Update
-from verl_like.trainer.ppo_inputs import load_ptx_dataset
+from verl_like.trainer.loop.balancing import RowWork
+from verl_like.trainer.ppo.experience_maker import Experience, Generated, Scored, Weights
+from verl_like.trainer.ppo.inputs import load_ptx_dataset
+from verl_like.trainer.ppo.learner import Learner, Update
 
 SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
 SETTINGS += ["actor_rollout_ref.actor.optim.lr_warmup_steps=3", "critic.optim.lr_warmup_steps=4"]

@@ -11,7 +11,7 @@ from test_local_step import local_trainer, run_locally
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import deep_equal
-from verl_like.trainer.experience_maker import Experience
+from verl_like.trainer.ppo.experience_maker import Experience
 
 CORRECTED = ["algorithm.rollout_correction.rollout_is=token", "data.max_response_length=6"]
 AHEAD = [*CORRECTED, "trainer.max_staleness=1", "+resource_pool_spec.rollout_pool=[1]"]

@@ -12,9 +12,9 @@ from runs import data_row, metrics_of
 from test_local_step import run_locally
 
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import ppo_trainer
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.errors import ConfigError
+from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 
 
 def test_a_run_whose_parts_come_from_plugins_equals_the_built_in_one(

@@ -11,13 +11,13 @@ import pytest
 
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Metric
-from verl_like.trainer import checkpoint
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
 from verl_like.trainer.supervised.run_supervised import KINDS
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from examples.python_way import ppo_from_scratch
 from examples.python_way.ppo_from_scratch import config, prompts, tokenizer
 from verl_like.simple import Actor, Critic, FsdpStrategy, LocalTrainer, NaiveStrategy, PPOTrainer, RewardModel, Strategy
-from verl_like.trainer import ppo_trainer
+from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
 
@@ -91,7 +91,7 @@ def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_or_schedule_with_
 
 
 PLUGIN = """
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, register_trainer
 
 @register_trainer
 class Counting(RayPPOTrainer):

@@ -20,9 +20,9 @@ from runs import data_row, metrics_of, tiny_run_settings
 
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.run_detached import run_detached
-from verl_like.trainer.run_ppo import run_ppo
+from verl_like.trainer.ppo.run_ppo import run_ppo
 
 pytestmark = [pytest.mark.ray, pytest.mark.proof, pytest.mark.timeout(900)]
 MODES = (SYNCHRONOUS, DETACHED)

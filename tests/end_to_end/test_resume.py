@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from test_local_step import local_trainer, run_locally
 
 from verl_like.single_controller.failure import WorkerError
-from verl_like.trainer import checkpoint, training_loop
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.experience_maker import Experience
-from verl_like.trainer.learner import Update
+from verl_like.trainer.loop import training_loop
+from verl_like.trainer.ppo.experience_maker import Experience
+from verl_like.trainer.ppo.learner import Update
+from verl_like.trainer.state import checkpoint
 
 PPO = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.critic_warmup=1"]
 PPO += ["actor_rollout_ref.actor.optim.lr_scheduler_type=linear", "trainer.test_freq=2", "trainer.save_freq=1"]

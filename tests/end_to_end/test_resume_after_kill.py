@@ -13,7 +13,7 @@ from runs import SPLIT, kill_driver, metrics_of, tiny_run_settings
 from test_interruptions import DEADLINE_S, wait_for_call, wait_for_steps
 from test_resume import numbers_of, tensors_of
 
-from verl_like.trainer import checkpoint
+from verl_like.trainer.state import checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.proof, pytest.mark.timeout(1800)]
 PHASES = ["collect_completions", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic"]

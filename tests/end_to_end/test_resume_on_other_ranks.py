@@ -27,8 +27,8 @@ import os
 import signal
 from pathlib import Path
 
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, register_trainer
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, register_trainer
 
 
 class RecordingMaker(ExperienceMaker):

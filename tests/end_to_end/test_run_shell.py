@@ -16,8 +16,9 @@ import toy_trainer
 from runs import kill_driver
 from test_interruptions import assert_nothing_is_left, heed_interrupts
 
-from verl_like.trainer import run, tracking
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run import shell as run
+from verl_like.trainer.run import tracking
+from verl_like.trainer.run.run_recorder import RunRecorder
 
 TOY = Path(__file__).with_name("toy_trainer.py")
 DEADLINE_S = 120.0

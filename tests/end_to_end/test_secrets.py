@@ -12,9 +12,9 @@ from runs import tiny_run_settings
 from test_which_run_is_resumed import run_until
 
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import find_run
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state.resume import find_run
 
 OF_KEY, OF_VARIABLE, OF_URL = "canary-of-a-key", "canary-of-a-variable", "canary-of-a-url"
 KWARGS = "custom_reward_function.reward_kwargs"

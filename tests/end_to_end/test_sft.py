@@ -15,13 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from verl_like.protocol import DataProto
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
-from verl_like.trainer import checkpoint, worker_template
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.main_sft import WORKERS
-from verl_like.trainer.resume import find_run
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import (
+from verl_like.trainer.config.supervised import (
     DPOConfig,
     ILQLConfig,
     RMConfig,
@@ -29,6 +25,11 @@ from verl_like.trainer.supervised.config import (
     SupervisedConfig,
     broken_supervised_rules,
 )
+from verl_like.trainer.main_sft import WORKERS
+from verl_like.trainer.run import worker_template
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.resume import find_run
 from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, run_supervised, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 

@@ -14,7 +14,7 @@ from examples.rlhf_three_stages.make_pairs import SAMPLING, pairs_of
 from examples.rlhf_three_stages.true_reward import compute_score
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import RMConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import RMConfig, broken_supervised_rules
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "examples/rlhf_three_stages/config")

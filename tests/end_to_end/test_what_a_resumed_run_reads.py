@@ -11,8 +11,8 @@ from runs import tiny_run_settings
 from test_which_run_is_resumed import run_until
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.detached.config import DetachedBlock
-from verl_like.trainer.resume import _FREE_KEYS, _values, differing_keys, find_run, fingerprints_of
+from verl_like.trainer.config.detached import DetachedBlock
+from verl_like.trainer.state.resume import _FREE_KEYS, _values, differing_keys, find_run, fingerprints_of
 
 
 @pytest.fixture

@@ -16,15 +16,16 @@ from kill_points import die_at, in_a_fork
 from pydantic import ValidationError
 from runs import APART, tiny_run_settings
 
-from verl_like.trainer import checkpoint, run_recorder
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedBlock, DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedBlock, DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.ledger import PromptLedger
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import find_run, lock_run
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.run_state import DetachedState, LoopState, PluginPPOState, PPOState
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run import run_recorder
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.resume import find_run, lock_run
+from verl_like.trainer.state.run_state import DetachedState, LoopState, PluginPPOState, PPOState
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named_or_refused(config_with: Calla
 
 def test_a_live_run_is_named_and_not_continued(config_with: Callable):
     folder = run_until(2, config_with())
-    hold = "import sys; from pathlib import Path; from verl_like.trainer.resume import lock_run\n"
+    hold = "import sys; from pathlib import Path; from verl_like.trainer.state.resume import lock_run\n"
     hold += "lock = lock_run(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -11,9 +11,9 @@ from verl_like.config_model import Follows, PositiveInt
 from verl_like.trainer.config import RunConfig
 from verl_like.trainer.config.command_line import config_from_command_line
 from verl_like.trainer.config.run_config import RecordConfig
-from verl_like.trainer.display import Display
-from verl_like.trainer.run import run
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run.display import Display
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.run.shell import run
 
 
 class DescentConfig(RecordConfig):

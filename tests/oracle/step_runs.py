@@ -38,14 +38,14 @@ from verl_like.single_controller.ray.worker_group import (
 )
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer import ppo_inputs
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import default_tree, leaves
 from verl_like.trainer.config.run_config import RunConfig
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.ppo import inputs as ppo_inputs
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker

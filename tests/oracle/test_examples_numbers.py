@@ -17,7 +17,7 @@ import step_table
 from examples_table import DEFAULT, ELSEWHERE, KINDS, LAYOUT, OWN, REACHES_A_FORMULA, RUNS
 
 from verl_like.trainer.config.compose import leaves
-from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.config.detached import DetachedConfig
 
 STEPS = 3
 SLACK = 5

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_like.single_controller.ray.cluster import node_resources
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.ppo.workers import build_resource_pools
 
 PAGE = (Path(__file__).parents[2] / "docs/placement.md").read_text()
 ALL_ROLES = [

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from kill_points import die_at, in_a_fork
 
-from verl_like.trainer import checkpoint
-from verl_like.trainer.checkpoint import DamagedCheckpoint
-from verl_like.trainer.run_state import StateModel
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.checkpoint import DamagedCheckpoint
+from verl_like.trainer.state.run_state import StateModel
 
 
 def save(run_dir: Path, step: int, text: str = "weights") -> None:

@@ -152,6 +152,16 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_the_reason(tmp_path: Pat
     assert "plugins: broken_plugin cannot be imported (ValueError: invalid literal" in refusal("plugins=broken_plugin")
 
 
+def test_a_plugin_that_imports_from_where_a_module_was_before_is_told_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "earlier_plugin.py").write_text("from verl_like.trainer.ppo_trainer import RayPPOTrainer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal("plugins=earlier_plugin")
+    assert "No module named 'verl_like.trainer.ppo_trainer'" in message
+    assert "import from verl_like.trainer.ppo.ray_trainer, where its names are now" in message
+
+
 def test_keys_types_and_names_are_judged_before_torch_is_loaded():
     program = (
         "import json, sys\n"

@@ -9,7 +9,7 @@ import pytest
 
 from verl_like.trainer.config import ConfigError, load_ppo_config, to_yaml
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 
 REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
 

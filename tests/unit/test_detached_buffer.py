@@ -12,8 +12,8 @@ import torch
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_from_lists
+from verl_like.trainer.config.detached import DetachedBlock
 from verl_like.trainer.detached.buffer import ExperienceBuffer
-from verl_like.trainer.detached.config import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import SideRecorder

@@ -8,17 +8,18 @@ import pytest
 
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import maker_driver, ppo_trainer
 from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.maker_holder import check_maker
 from verl_like.trainer.detached.run_detached import check_detached_inputs, check_trainer
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.maker_driver import MakerDriver
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer, register_trainer
-from verl_like.trainer.ppo_workers import build_role_worker_mapping
-from verl_like.trainer.run_ppo import check_ppo_inputs
+from verl_like.trainer.ppo import maker_driver
+from verl_like.trainer.ppo import ray_trainer as ppo_trainer
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.maker_driver import MakerDriver
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, get_trainer, register_trainer
+from verl_like.trainer.ppo.run_ppo import check_ppo_inputs
+from verl_like.trainer.ppo.workers import build_role_worker_mapping
 from verl_like.workers.rollout_worker import RolloutWorker
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from verl_like.trainer.detached.config import DetachedBlock
+from verl_like.trainer.config.detached import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 

@@ -22,15 +22,15 @@ from verl_like.protocol.row_ops import deep_equal, jagged_from_lists
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import ppo_trainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder, InFlight
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
-from verl_like.trainer.experience_maker import ExperienceMaker
-from verl_like.trainer.maker_driver import MakerDriver
-from verl_like.trainer.ppo_inputs import PPOInputs
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
-from verl_like.trainer.training_loop import TrainingLoop
+from verl_like.trainer.loop.training_loop import TrainingLoop
+from verl_like.trainer.ppo import ray_trainer as ppo_trainer
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker
+from verl_like.trainer.ppo.inputs import PPOInputs
+from verl_like.trainer.ppo.maker_driver import MakerDriver
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl_like.workers.rollout_worker import RolloutWorker
 from verl_like.workers.weight_sync import collect_weights
 

@@ -9,15 +9,15 @@ import pytest
 from verl_like.protocol import Metric
 from verl_like.protocol.files import file_digest
 from verl_like.single_controller import CallEvent
-from verl_like.trainer import checkpoint
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import SideRecorder
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.recorder import Recorder
-from verl_like.trainer.resume import find_run
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.loop.recorder import Recorder
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.resume import find_run
 
 
 @pytest.fixture

@@ -20,13 +20,13 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.detached.buffer import ExperienceBuffer
-from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.side import PushedWeights, SideRecorder
 from verl_like.trainer.detached.weight_turns import WeightTurns
-from verl_like.trainer.learner import Update
+from verl_like.trainer.ppo.learner import Update
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.planning.flops import ModelCost
 

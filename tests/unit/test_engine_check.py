@@ -19,11 +19,11 @@ from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import engine_check
 from verl_like.trainer.detached import comparisons
 from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.side import SideRecorder
-from verl_like.trainer.engine_check import EngineMismatch
+from verl_like.trainer.ppo import engine_check
+from verl_like.trainer.ppo.engine_check import EngineMismatch
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.copies import ActorCopyWorker

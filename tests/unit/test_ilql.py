@@ -19,7 +19,7 @@ from verl_like.protocol.padded import padded
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import ILQLConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import ILQLConfig, broken_supervised_rules
 from verl_like.trainer.supervised.run_supervised import check_inputs, worker_arguments
 from verl_like.workers.models.ilql import AdvantageWeighting
 from verl_like.workers.supervised import ILQLWorker

@@ -21,7 +21,7 @@ from verl_like.export import export
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import reserve_port
-from verl_like.trainer.memory import ModelSize, PlannedModel
+from verl_like.trainer.memory.sums import ModelSize, PlannedModel
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker

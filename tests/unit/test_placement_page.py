@@ -12,8 +12,8 @@ import yaml
 
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.ppo_workers import build_resource_pools
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
+from verl_like.trainer.ppo.workers import build_resource_pools
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/placement.md").read_text()

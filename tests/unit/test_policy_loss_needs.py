@@ -10,7 +10,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_inputs import check_models, check_policy_loss, check_teacher, notes_on_aggregation
+from verl_like.trainer.ppo.inputs import check_models, check_policy_loss, check_teacher, notes_on_aggregation
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker

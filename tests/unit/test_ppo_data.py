@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_inputs import load_dataset
+from verl_like.trainer.ppo.inputs import load_dataset
 
 
 @pytest.mark.parametrize(("limits", "lengths"), [((2, -1), (2, 5)), ((-1, 3), (6, 3)), ((4, 1), (4, 1))])

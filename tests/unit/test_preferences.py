@@ -24,11 +24,11 @@ from verl_like.protocol.padded import padded
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
-from verl_like.trainer.balancing import RowWork
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import DPOConfig, RMConfig, SupervisedConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import DPOConfig, RMConfig, SupervisedConfig, broken_supervised_rules
+from verl_like.trainer.loop.balancing import RowWork
+from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.supervised.run_supervised import KINDS, SupervisedInputs, check_inputs, worker_arguments
 from verl_like.workers.models.packing import Rows, pack
 from verl_like.workers.planning.flops import ModelCost

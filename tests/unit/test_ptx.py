@@ -15,8 +15,8 @@ from verl_like.data.conversations import ConversationDataset
 from verl_like.protocol import metric_values
 from verl_like.trainer.config import ConfigError, load_ppo_config
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.ppo_inputs import load_ptx_dataset
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
+from verl_like.trainer.ppo.inputs import load_ptx_dataset
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 

@@ -14,7 +14,7 @@ from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import Pool, Process, measure_run
 from verl_like.rehearse.report import most_at_once, report
 from verl_like.rehearse.training_process import with_plans
-from verl_like.trainer.memory import PlannedPool, RolloutShare
+from verl_like.trainer.memory.sums import PlannedPool, RolloutShare
 
 GB = 10**9
 

@@ -3,12 +3,12 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_like.trainer import checkpoint
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.detached.config import DetachedConfig
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.resume import ResumedRun, lock_run, read_config, rename_keys
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.resume import ResumedRun, lock_run, read_config, rename_keys
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 

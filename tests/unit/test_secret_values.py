@@ -17,9 +17,9 @@ from verl_like.secret_values import Redaction, is_secret_name, masked, with_mask
 from verl_like.single_controller.ray.start import make_auth_token
 from verl_like.trainer.config import load_ppo_config, to_yaml
 from verl_like.trainer.config.compose import leaves, load_config
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig
+from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig
 
 NEEDED = [
     "device=cpu",

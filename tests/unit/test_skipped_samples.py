@@ -13,7 +13,7 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Scored
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker, Generated, Scored
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2"]
 

@@ -17,9 +17,9 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.console import RunConsole
-from verl_like.trainer.report import write_report
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
+from verl_like.trainer.run.console import RunConsole
+from verl_like.trainer.run.report import write_report
 from verl_like.trainer.supervised.run_supervised import (
     KINDS,
     Kind,

@@ -8,7 +8,7 @@ from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from verl_like.single_controller.local import LocalWorkerGroup
-from verl_like.trainer.balancing import RowWork
+from verl_like.trainer.loop.balancing import RowWork
 from verl_like.workers.planning.flops import ModelCost
 
 # 4 FLOPs a token, one for a scored token and 2 for a pair of tokens.

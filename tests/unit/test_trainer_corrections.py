@@ -18,8 +18,8 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.experience_maker import Experience, ExperienceMaker
-from verl_like.trainer.metrics import batch_metrics
+from verl_like.trainer.ppo.experience_maker import Experience, ExperienceMaker
+from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.workers.planning.flops import ModelCost
 
 # Two responses to each of two prompts. The trainer's probability over the rollout's, 1/2 for every token.

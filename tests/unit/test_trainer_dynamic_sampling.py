@@ -11,8 +11,8 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded, view_of_samples
 from verl_like.protocol.row_ops import jagged_from_lists, jagged_parts
 from verl_like.trainer.config import ConfigError, load_ppo_config
-from verl_like.trainer.experience_maker import ExperienceMaker, Generated, Scored
-from verl_like.trainer.scoring import groups_differ, scores_by_reward
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker, Generated, Scored
+from verl_like.trainer.ppo.scoring import groups_differ, scores_by_reward
 
 NAN = float("nan")
 # The scores of the three responses to each prompt.

@@ -9,15 +9,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import without_padding
-from verl_like.trainer import run
 from verl_like.trainer.config import PPOConfig, load_config, load_ppo_config
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.memory import ModelSize, require_memory
-from verl_like.trainer.memory_pools import check_memory, memory_phases, planned_pools
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_workers import build_role_worker_mapping
-from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.memory.pools import check_memory, memory_phases, planned_pools
+from verl_like.trainer.memory.sums import ModelSize, require_memory
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.workers import build_role_worker_mapping
+from verl_like.trainer.run import shell as run
 from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.memory_keys import OF_ROLE, keys_that_lower
-from verl_like.trainer.supervised.config import SFTConfig
+from verl_like.trainer.config.supervised import SFTConfig
+from verl_like.trainer.memory.keys import OF_ROLE, keys_that_lower
 
 
 def has_key(schema: type, key: str) -> bool:

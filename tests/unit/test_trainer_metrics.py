@@ -7,7 +7,7 @@ import torch
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import jagged_from_lists
-from verl_like.trainer.metrics import batch_metrics, validation_metrics
+from verl_like.trainer.ppo.metrics import batch_metrics, validation_metrics
 
 
 def small_batch() -> DataProto:

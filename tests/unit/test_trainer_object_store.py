@@ -9,10 +9,10 @@ import huggingface_hub.constants
 import pytest
 import ray
 
-from verl_like.trainer import object_store
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.object_store import check_object_store, step_bytes
+from verl_like.trainer.ppo import object_store
+from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.pretrained import fetch_weights
 

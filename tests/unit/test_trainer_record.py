@@ -17,15 +17,16 @@ from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import checkpoint, tracking
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.console import RunConsole
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.report import write_report
-from verl_like.trainer.roles import process_groups
-from verl_like.trainer.run_recorder import RunRecorder, _link_latest, _new_run_dir
-from verl_like.trainer.timeline import Timeline
-from verl_like.trainer.tracking import TRACKERS, TrackedRun, Tracker, Tracking, require_trackers
+from verl_like.trainer.config.roles import process_groups
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run import tracking
+from verl_like.trainer.run.console import RunConsole
+from verl_like.trainer.run.report import write_report
+from verl_like.trainer.run.run_recorder import RunRecorder, _link_latest, _new_run_dir
+from verl_like.trainer.run.timeline import Timeline
+from verl_like.trainer.run.tracking import TRACKERS, TrackedRun, Tracker, Tracking, require_trackers
+from verl_like.trainer.state import checkpoint
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 

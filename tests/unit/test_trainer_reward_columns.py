@@ -10,7 +10,7 @@ from verl_like.protocol import DataProto, Future, Metric
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
-from verl_like.trainer.scoring import ModelScores, reward_columns, reward_means, total_scores
+from verl_like.trainer.ppo.scoring import ModelScores, reward_columns, reward_means, total_scores
 from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.reward_model import RewardModelWorker
 

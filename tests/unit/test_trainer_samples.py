@@ -15,7 +15,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Generated
+from verl_like.trainer.ppo.experience_maker import Experience, ExperienceMaker, Generated
 from verl_like.workers.planning.flops import ModelCost
 
 # Two samples of prompt a, the first of which has two rows, and two of prompt b, the second of which has two rows. A

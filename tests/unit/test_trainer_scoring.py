@@ -13,7 +13,7 @@ from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller import CallEvent
-from verl_like.trainer.scoring import (
+from verl_like.trainer.ppo.scoring import (
     PendingScores,
     RuleScorer,
     _merged,

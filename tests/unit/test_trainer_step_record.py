@@ -8,8 +8,8 @@ import pytest
 from test_trainer_record import REQUIRED, event
 
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.run_recorder import RunRecorder, placement_rows
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 
 
 def test_neither_a_validation_nor_a_checkpoint_counts_in_the_speed_of_a_step(tmp_path):

@@ -13,12 +13,13 @@ from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.rewards.manager import RewardSample
 from verl_like.single_controller.worker import Worker
-from verl_like.trainer import ppo_inputs, ppo_workers
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.experience import Experience, Update
-from verl_like.trainer.experience_maker import Generated
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, of_step, read_generated
+from verl_like.trainer.loop.experience import Experience, Update
+from verl_like.trainer.ppo import inputs as ppo_inputs
+from verl_like.trainer.ppo import workers as ppo_workers
+from verl_like.trainer.ppo.experience_maker import Generated
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, of_step, read_generated
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.models.pretrained import load_tokenizer

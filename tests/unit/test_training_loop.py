@@ -12,15 +12,15 @@ from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
-from verl_like.trainer import checkpoint
 from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 from verl_like.trainer.detached.side import SideRecorder
-from verl_like.trainer.experience import Experience, Update
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.run_state import IS_COMPLETE, LAST_ROW
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.loop.experience import Experience, Update
+from verl_like.trainer.loop.training_loop import TrainingLoop
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW
 from verl_like.trainer.supervised.run_supervised import KINDS
-from verl_like.trainer.training_loop import TrainingLoop
 
 
 def to_the_rank(group: Any, number: int) -> tuple[tuple, dict]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from verl_like.protocol import DataProto, metric_values
 from verl_like.single_controller.network import open_store
-from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.experience_maker import Experience, Weights
-from verl_like.trainer.learner import Update
+from verl_like.trainer.loop.balancing import RowWork
+from verl_like.trainer.ppo.experience_maker import Experience, Weights
+from verl_like.trainer.ppo.learner import Update
 from verl_like.workers.engine import mesh
 from verl_like.workers.engine.mini_batches import MicroBatching, MiniBatch, UpdateSchedule, memory_metrics
 

@@ -19,8 +19,8 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.experience_maker import ExperienceMaker, Weights
-from verl_like.trainer.ppo_trainer import RayPPOTrainer
+from verl_like.trainer.ppo.experience_maker import ExperienceMaker, Weights
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.weight_sync import WeightExport, check_exports, collect_weights, in_order

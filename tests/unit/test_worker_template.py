@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.trainer import worker_template
+from verl_like.trainer.run import worker_template
 
 SCRIPT = """
 import json, os, signal, sys
@@ -58,7 +58,7 @@ def test_without_its_template_a_worker_starts_as_any_process(script: Path):
 def test_a_template_ends_without_the_last_words_of_what_it_imported(tmp_path: Path):
     (tmp_path / "talkative.py").write_text("import atexit\natexit.register(print, 'leaked')\n")
     program = (
-        "from verl_like.trainer import worker_template\n"
+        "from verl_like.trainer.run import worker_template\n"
         "template = worker_template.start(['talkative'])\n"
         "template.process.stdin.close()\n"
         "assert template.process.wait(timeout=60) == 0\n"
@@ -77,7 +77,7 @@ def short_path() -> Iterator[Path]:
 
 def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_when_the_next_starts(short_path: Path):
     program = (
-        "from verl_like.trainer import worker_template\n"
+        "from verl_like.trainer.run import worker_template\n"
         "template = worker_template.start([])\n"
         "print(template.process.pid, flush=True)\n"
         "input()\n"

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 from verl_like.trainer.supervised.run_supervised import check_inputs
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.pretrained import check_tokenizer, load_tokenizer, save_settings

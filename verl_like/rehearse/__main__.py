@@ -13,8 +13,8 @@ from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import measure_run, refusal_at
 from verl_like.rehearse.report import most_at_once, report
 from verl_like.trainer.config import ConfigError
-from verl_like.trainer.memory_pools import planned_pools
-from verl_like.trainer.roles import Role
+from verl_like.trainer.config.roles import Role
+from verl_like.trainer.memory.pools import planned_pools
 
 
 def main(arguments: list[str]) -> int:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from verl_like.trainer.config import load_config
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
 
 COMMANDS: dict[str, tuple[type[RunConfig], Callable[[Any], Iterable[str]]]] = {
     "main_ppo": (PPOConfig, broken_rules),

@@ -15,9 +15,9 @@ from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.host import heap_bytes, pinned_bytes, unwritten
 from verl_like.rehearse.measured import Measured
 from verl_like.single_controller.worker import rank_environment
+from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.detached.config import DetachedConfig
-from verl_like.trainer.memory_pools import POLICY_PATH
+from verl_like.trainer.memory.pools import POLICY_PATH
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.lora import model_buffers, trained_parameters
 from verl_like.workers.models.packed_models import PolicyModel

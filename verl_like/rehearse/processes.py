@@ -10,8 +10,8 @@ from typing import Any
 
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.null_gpu import UNLIMITED, NullGpu
-from verl_like.trainer.memory import PlannedPool
-from verl_like.trainer.roles import Role
+from verl_like.trainer.config.roles import Role
+from verl_like.trainer.memory.sums import PlannedPool
 
 TRAINING = "verl_like.rehearse.training_process"
 ENGINE = "verl_like.rehearse.engine_process"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.processes import Pool, Process
-from verl_like.trainer.memory import CONTEXT, GB
-from verl_like.trainer.memory_keys import keys_that_lower
-from verl_like.trainer.roles import Role
+from verl_like.trainer.config.roles import Role
+from verl_like.trainer.memory.keys import keys_that_lower
+from verl_like.trainer.memory.sums import CONTEXT, GB
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 ADVICE_FOR_ENGINES = (

@@ -20,15 +20,15 @@ from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.host import heap_bytes, leave_unreserved, pinned_bytes, shared_bytes
 from verl_like.rehearse.measured import Measured
 from verl_like.single_controller.worker import rank_environment
+from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.config.supervised import SupervisedConfig
 from verl_like.trainer.detached.maker_holder import maker_models
-from verl_like.trainer.memory import PlannedModel, PlannedPool
-from verl_like.trainer.memory_pools import planned_pools
-from verl_like.trainer.ppo_workers import build_role_worker_mapping, import_worker_class
-from verl_like.trainer.roles import Role
-from verl_like.trainer.supervised.config import SupervisedConfig
+from verl_like.trainer.memory.pools import planned_pools
+from verl_like.trainer.memory.sums import PlannedModel, PlannedPool
+from verl_like.trainer.ppo.workers import build_role_worker_mapping, import_worker_class
 from verl_like.trainer.supervised.run_supervised import KINDS, worker_arguments
 from verl_like.workers import model_worker
 from verl_like.workers.engine import fsdp, mini_batches

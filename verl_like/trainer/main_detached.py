@@ -3,9 +3,13 @@
 The configuration is main_ppo's with a block `detached`; a wrong one ends with exit code 2 before torch is imported.
 """
 
-from verl_like.trainer.config.command_line import entry_point
-from verl_like.trainer.detached.config import DetachedConfig, broken_detached_rules
-from verl_like.trainer.main_ppo import USAGE, WORKERS
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
+from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.run.entry_point import entry_point
+
+USAGE = """The run is described by overrides of the form key=value, e.g. detached.num_makers=2, and by the
+preset device=cuda|cpu. The pools are resource_pool_spec.maker_pool and resource_pool_spec.trainer_pool.
+docs/detached.md explains the keys of the block detached, docs/config.md all others."""
 
 if __name__ == "__main__":
     with entry_point(DetachedConfig, broken_detached_rules, "main_detached", USAGE, WORKERS) as (config, template):

@@ -3,9 +3,9 @@
 The configuration is checked before torch, Ray or vLLM are imported; a wrong one ends with exit code 2 and the reason.
 """
 
-from verl_like.trainer.config.command_line import entry_point
 from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.run.entry_point import entry_point
 
 USAGE = """The run is described by overrides of the form key=value, e.g. data.train_batch_size=256, and by two presets,
 placement=colocated|split and device=cuda|cpu. docs/config.md explains every key."""
@@ -16,6 +16,6 @@ WORKERS = [
 if __name__ == "__main__":
     with entry_point(PPOConfig, broken_rules, "main_ppo", USAGE, WORKERS) as (config, template):
         # torch, Ray and vLLM load only for a configuration that can run.
-        from verl_like.trainer.run_ppo import run_ppo
+        from verl_like.trainer.ppo.run_ppo import run_ppo
 
         raise SystemExit(run_ppo(config, template))

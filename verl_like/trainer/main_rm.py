@@ -1,8 +1,8 @@
 """Trains a reward model on preferences: `python -m verl_like.trainer.main_rm key=value ...`."""
 
-from verl_like.trainer.config.command_line import entry_point
+from verl_like.trainer.config.supervised import RMConfig, broken_supervised_rules
 from verl_like.trainer.main_sft import USAGE, WORKERS
-from verl_like.trainer.supervised.config import RMConfig, broken_supervised_rules
+from verl_like.trainer.run.entry_point import entry_point
 
 if __name__ == "__main__":
     with entry_point(RMConfig, broken_supervised_rules, "main_rm", USAGE, WORKERS) as (config, template):

@@ -3,8 +3,8 @@
 The configuration is checked before torch or Ray are imported; a wrong one ends with exit code 2 and the reason.
 """
 
-from verl_like.trainer.config.command_line import entry_point
-from verl_like.trainer.supervised.config import SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
+from verl_like.trainer.run.entry_point import entry_point
 
 USAGE = """The run is described by overrides of the form key=value, e.g. data.train_files=rows.jsonl model.path=folder
 trainer.device=cpu; --print-config shows all keys."""

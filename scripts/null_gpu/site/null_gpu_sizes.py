@@ -117,7 +117,7 @@ REPLACED: dict[str, tuple[Callable[[ModuleType], None], str]] = {
         "so are tokens and their number",
     ),
     "verl_like.workers.rollout.base": (_any_end_of_a_response, "a response ends where garbage is the last token"),
-    "verl_like.trainer.engine_check": (_engines_that_are_not_compared, "log-probabilities of garbage differ"),
+    "verl_like.trainer.ppo.engine_check": (_engines_that_are_not_compared, "log-probabilities of garbage differ"),
     "verl_like.workers.model_worker": (_finite_values, "values and log-probabilities may be no numbers"),
     "verl_like.workers.engine.shard_writer": (_checkpoints_without_tensors, "a checkpoint would be 80 GB of garbage"),
     "verl_like.workers.pinned_memory": (

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.roles import Role
 
 
 def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:

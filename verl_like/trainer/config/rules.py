@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from verl_like.trainer.config.actor_rules import a_reference_in_the_actor_computes_as_the_actor, ptx_rows_have_a_weight
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.roles import Role
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:

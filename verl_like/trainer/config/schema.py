@@ -9,8 +9,8 @@ from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import Registry, required_inputs
 from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, OpenConfigModel, PositiveInt
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
-from verl_like.trainer.roles import Role
 from verl_like.workers.config.roles import (
     ActorRolloutRefConfig,
     CriticConfig,

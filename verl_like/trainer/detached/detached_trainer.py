@@ -15,23 +15,23 @@ from verl_like.protocol.samples import concat_samples
 from verl_like.single_controller.failure import WorkerDied
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.shard import ForwardedFuture
-from verl_like.trainer import engine_check
-from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.checkpoint import Checkpoint, partial_of_step
+from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.comparisons import Comparisons
-from verl_like.trainer.detached.config import DetachedConfig
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, SideRecorder, remote, side_named
 from verl_like.trainer.detached.weight_turns import WeightTurns
-from verl_like.trainer.experience import Experience, Update
-from verl_like.trainer.learner import Learner
-from verl_like.trainer.metrics import batch_metrics
-from verl_like.trainer.ppo_inputs import load_ptx_dataset
-from verl_like.trainer.ppo_workers import build_resource_pools, build_role_worker_mapping, start_groups
-from verl_like.trainer.roles import Role
-from verl_like.trainer.run_recorder import placement_rows
-from verl_like.trainer.training_loop import TrainingLoop
+from verl_like.trainer.loop.balancing import RowWork
+from verl_like.trainer.loop.experience import Experience, Update
+from verl_like.trainer.loop.training_loop import TrainingLoop
+from verl_like.trainer.ppo import engine_check
+from verl_like.trainer.ppo.inputs import load_ptx_dataset
+from verl_like.trainer.ppo.learner import Learner
+from verl_like.trainer.ppo.metrics import batch_metrics
+from verl_like.trainer.ppo.workers import build_resource_pools, build_role_worker_mapping, start_groups
+from verl_like.trainer.run.run_recorder import placement_rows
+from verl_like.trainer.state.checkpoint import Checkpoint, partial_of_step
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.flops import ModelCost

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from verl_like.trainer.detached.config import DetachedBlock
+from verl_like.trainer.config.detached import DetachedBlock
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from verl_like.single_controller.local.worker_group import LocalCall
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer import engine_check
-from verl_like.trainer.detached.config import TRAINED, DetachedConfig
+from verl_like.trainer.config.detached import TRAINED, DetachedConfig
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.detached.ledger import Ticket
 from verl_like.trainer.detached.side import (
     GONE,
@@ -38,12 +38,12 @@ from verl_like.trainer.detached.side import (
     side_died,
     side_named,
 )
-from verl_like.trainer.experience_maker import Experience, ExperienceMaker, Weights
-from verl_like.trainer.maker_driver import get_maker_driver
-from verl_like.trainer.ppo_inputs import check_inputs, prompt_sampler
-from verl_like.trainer.ppo_workers import load_models
-from verl_like.trainer.roles import Role
-from verl_like.trainer.run_recorder import placement_rows
+from verl_like.trainer.ppo import engine_check
+from verl_like.trainer.ppo.experience_maker import Experience, ExperienceMaker, Weights
+from verl_like.trainer.ppo.inputs import check_inputs, prompt_sampler
+from verl_like.trainer.ppo.maker_driver import get_maker_driver
+from verl_like.trainer.ppo.workers import load_models
+from verl_like.trainer.run.run_recorder import placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.rollout.router import ResponsesFuture, router_of
 from verl_like.workers.weight_sync import StaleWeightsError

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
-from verl_like.trainer.checkpoint import PendingCheckpoint, partial_of_step
-from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.detached.side import SideRecorder
-from verl_like.trainer.run_recorder import RunRecorder
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.state.checkpoint import PendingCheckpoint, partial_of_step
 
 
 class DetachedRecord:

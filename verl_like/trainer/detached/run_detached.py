@@ -18,24 +18,24 @@ from verl_like.single_controller.failure import CallTimeout, PlacementError, Wor
 from verl_like.single_controller.network import open_store
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
 from verl_like.single_controller.ray.resource_pool import RayResourcePool, reserve
-from verl_like.trainer.detached.config import DetachedConfig
+from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
-from verl_like.trainer.engine_check import EngineMismatch
-from verl_like.trainer.maker_driver import MakerDriver, get_maker_driver
-from verl_like.trainer.ppo_display import PPO_DISPLAY
-from verl_like.trainer.ppo_inputs import PPOInputs, check_inputs
-from verl_like.trainer.ppo_trainer import RayPPOTrainer, get_trainer
-from verl_like.trainer.ppo_workers import build_resource_pools
-from verl_like.trainer.resume import read_fingerprints
-from verl_like.trainer.roles import Role
-from verl_like.trainer.run import run
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.run_state import DetachedState
-from verl_like.trainer.worker_template import WorkerTemplate
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.ppo.inputs import PPOInputs, check_inputs
+from verl_like.trainer.ppo.maker_driver import MakerDriver, get_maker_driver
+from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, get_trainer
+from verl_like.trainer.ppo.workers import build_resource_pools
+from verl_like.trainer.run.errors import EngineMismatch
+from verl_like.trainer.run.run_recorder import RunRecorder
+from verl_like.trainer.run.shell import run
+from verl_like.trainer.run.worker_template import WorkerTemplate
+from verl_like.trainer.state.resume import read_fingerprints
+from verl_like.trainer.state.run_state import DetachedState
 
 ANSWER_S = 20.0
 """A maker or trainer that does not answer for so long is stopped or dead."""
@@ -86,7 +86,9 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     of_makers = [name for name in own if name in OF_MAKERS]
     if get_maker_driver() is not MakerDriver and own == of_makers:
         return
-    driver = "a subclass of MakerDriver that is registered with register_maker_driver of verl_like.trainer.maker_driver"
+    driver = (
+        "a subclass of MakerDriver that is registered with register_maker_driver of verl_like.trainer.ppo.maker_driver"
+    )
     what = f"the plugin's trainer {trainer.__name__}" + (f", which has its own {', '.join(own)}" if own else "")
     advice = f"give {', '.join(of_makers)} to {driver}, too, " if of_makers else ""
     raise ValueError(f"detached training does not call {what}: {advice}train with main_ppo, or without the plugin")

@@ -24,9 +24,9 @@ from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer.checkpoint import PendingCheckpoint
-from verl_like.trainer.detached.config import DetachedConfig
-from verl_like.trainer.resume import ResumedRun, changed_inputs
+from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.state.checkpoint import PendingCheckpoint
+from verl_like.trainer.state.resume import ResumedRun, changed_inputs
 
 LEDGER = "ledger"
 """Name of the actor that is the run's `PromptLedger`."""

@@ -1,0 +1,1 @@
+"""Training on examples: SFT, reward models, DPO and ILQL."""

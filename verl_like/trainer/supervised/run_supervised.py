@@ -14,14 +14,14 @@ from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
-from verl_like.trainer.display import Display
-from verl_like.trainer.machine import check_machine
-from verl_like.trainer.run import run
-from verl_like.trainer.run_recorder import RunRecorder, placement_rows
-from verl_like.trainer.run_state import LoopState
-from verl_like.trainer.supervised.config import DPOConfig, ILQLConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.run.display import Display
+from verl_like.trainer.run.machine import check_machine
+from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
+from verl_like.trainer.run.shell import run
+from verl_like.trainer.run.worker_template import WorkerTemplate
+from verl_like.trainer.state.run_state import LoopState
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
-from verl_like.trainer.worker_template import WorkerTemplate
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.pretrained import (

@@ -7,11 +7,11 @@ from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer.balancing import RowWork
-from verl_like.trainer.experience import Experience, Update
-from verl_like.trainer.run_recorder import RunRecorder
-from verl_like.trainer.supervised.config import RMConfig, SupervisedConfig
-from verl_like.trainer.training_loop import TrainingLoop
+from verl_like.trainer.config.supervised import RMConfig, SupervisedConfig
+from verl_like.trainer.loop.balancing import RowWork
+from verl_like.trainer.loop.experience import Experience, Update
+from verl_like.trainer.loop.training_loop import TrainingLoop
+from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 

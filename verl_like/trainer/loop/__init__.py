@@ -1,0 +1,1 @@
+"""The training loop of every trainer and what it trains on."""

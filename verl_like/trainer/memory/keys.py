@@ -1,0 +1,53 @@
+"""The configuration keys that lower the memory of a role, for the error of one that had too little."""
+
+from dataclasses import dataclass
+
+from verl_like.trainer.config.roles import Role
+
+
+@dataclass(frozen=True)
+class MemoryKeys:
+    """Where the settings of one role are."""
+
+    passes: str
+    """Size of its micro-batches."""
+    engine: str
+    """Its fsdp_config."""
+    trained_model: str | None = None
+
+
+OF_ROLE = {
+    Role.Actor: MemoryKeys(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.fsdp_config",
+        "actor_rollout_ref.model",
+    ),
+    Role.RefPolicy: MemoryKeys(
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.fsdp_config"
+    ),
+    Role.Teacher: MemoryKeys(
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.fsdp_config"
+    ),
+    Role.Critic: MemoryKeys("critic.ppo_micro_batch_size_per_gpu", "critic.model.fsdp_config", "critic.model"),
+    Role.RewardModel: MemoryKeys("reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config"),
+    "model": MemoryKeys("training.micro_batch_size_per_gpu", "model.fsdp_config", "model"),  # trained on examples
+}
+ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+def keys_that_lower(memory: str, roles: str) -> str:
+    """A sentence with the keys that lower the `memory`, host or device, of `roles`, joined by a plus sign."""
+    of_roles = [OF_ROLE[role] for role in roles.split("+") if role in OF_ROLE]
+    trained = [keys for keys in of_roles if keys.trained_model]
+    offload = "true" if memory == "device" else "false"
+    advice = [f"a smaller {keys.passes}" for keys in of_roles]
+    advice += [f"{keys.trained_model}.enable_gradient_checkpointing=true" for keys in trained]
+    advice += [f"{keys.engine}.param_offload={offload}" for keys in of_roles]
+    advice += [f"{keys.engine}.optimizer_offload={offload}" for keys in trained]
+    if roles != "model":
+        advice.append(f"a smaller {ENGINE_SHARE}")
+    if memory == "device":
+        advice.append("more processes by trainer.n_gpus_per_node")
+    else:
+        advice += ["a smaller data.train_batch_size", "fewer processes on a node by trainer.n_gpus_per_node"]
+    return f"What lowers the memory of the {memory}: {'; '.join(dict.fromkeys(advice))}. See docs/memory.md."

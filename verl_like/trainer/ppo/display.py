@@ -1,0 +1,74 @@
+"""What PPO shows of its metrics, its calls and its generations."""
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.protocol import DataProto
+from verl_like.trainer.config.roles import Role
+from verl_like.trainer.run.display import Display
+
+PPO_DISPLAY = Display(
+    step_line=(
+        ("reward", ("critic/score/mean",), "{:.3f}"),
+        ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "{:.4f}"),
+        ("entropy", ("actor/entropy",), "{:.3f}"),
+        ("length", ("response_length/mean",), "{:.1f}"),
+        ("drift", ("training/rollout_probs_diff_mean",), "{:.1e}"),
+        ("tok/s", ("perf/total_throughput",), "{:,.0f}"),
+        ("overlap", ("perf/overlap",), "{:.0%}"),
+    ),
+    phases=(
+        *("gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "reward_model", "annotate"),
+        *("update_critic", "update_actor", "update_weights", "testing", "save_checkpoint"),
+    ),
+    # verl's timer names.
+    phase_of_method={
+        "generate_sequences": "gen",
+        "compute_log_prob": "old_log_prob",
+        "compute_ref_log_prob": "ref",
+        "compute_teacher_log_prob": "teacher",
+        "compute_values": "values",
+        "compute_rm_score": "reward_model",
+        "score": "reward",
+    },
+    stages=(
+        ("generate_sequences",),
+        ("sleep",),
+        (),  # inference
+        ("update_critic", "update_actor"),
+        ("export_weights",),
+        ("load_weights",),
+    ),
+    process_of_role={Role.Rollout: "rollout", "rules": "reward"},
+    charts=(
+        ("Validation", ("val-core/",), "score"),
+        ("Reward", ("critic/score/mean", "critic/rewards/mean"), "mean per sample"),
+        ("Rewards by name", ("reward/rule_scores/", "reward/rm_scores/", "reward/acc/"), "mean per sample"),
+        ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "nats per token"),
+        ("Response length", ("response_length/mean", "response_length/max"), "tokens"),
+        ("Entropy", ("actor/entropy",), "nats per token"),
+        ("Log-prob drift, engine against trainer", ("training/rollout_probs_diff_mean",), "mean |p - q|"),
+        ("Gradient norm", ("actor/grad_norm", "critic/grad_norm"), ""),
+        ("Seconds a step", ("timing_s/step",), "s"),
+        ("Critical path / time of a step", ("perf/overlap",), ""),
+    ),
+    histograms=(
+        ("Staleness of the responses", "training/staleness/share_", "training steps"),
+        ("Effective sample size", "actor/eff_sample_size", "share of the tokens of a step"),
+        ("Drift of the policy from the engine", "actor/rollout_kl", "nats per token, mean of a step"),
+    ),
+)
+
+
+def generation_of_row(
+    row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Prompt, response, ground truth and score of one row of a validation batch."""
+    one = batch.rows(row, row + 1).batch
+    mask = one["response_mask"].values().bool()
+    return {
+        "prompt": batch.non_tensor_batch["raw_prompt"][row][-1]["content"],
+        "response": tokenizer.decode(one["responses"].values()[mask]),
+        "ground truth": str(batch.non_tensor_batch["reward_model"][row].get("ground_truth")),
+        "score": f"{scores_B[row]:.2f}",
+    }

@@ -1,0 +1,140 @@
+"""From PPO's configuration to the worker class of each role and the pools that they run on."""
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_like.single_controller.decorator import registered_methods
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
+from verl_like.single_controller.ray.worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import OnCall, WorkerGroup
+from verl_like.trainer.config.roles import Role, process_groups, reward_model_key
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.joint_trainer import JointTrainer
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.reward_model import RewardModelWorker
+from verl_like.workers.rollout_worker import RolloutWorker
+from verl_like.workers.teacher import TeacherWorker
+
+
+def build_role_worker_mapping(
+    config: PPOConfig, own_classes: dict[str, type[Worker]]
+) -> dict[str, RayClassWithInitArgs]:
+    """The worker class of each active role and its arguments; a custom role gets the whole configuration."""
+    seed = config.trainer.seed
+    steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
+    # The actor's schedule counts the steps that train it: those after the critic's warm-up.
+    actor_steps = steps and steps - config.trainer.critic_warmup
+    policy = {"config": config.actor_rollout_ref}
+    actor = {"total_training_steps": actor_steps}
+    actor |= {"with_sum_pi_squared": True} if "sum_pi_squared" in config.estimator_needs else {}
+    critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
+    critic |= {"weight_transport": transport_to_copies(config)}
+    built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
+        Role.Actor: (ActorWorker, policy | actor),
+        Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
+        Role.RefPolicy: (ReferenceWorker, dict(policy)),
+        Role.Teacher: (TeacherWorker, dict(policy)),
+        Role.Critic: (CriticWorker, critic),
+    }
+    for role, model in config.reward_models_by_role.items():
+        key = {} if role == Role.RewardModel else {"model_key": reward_model_key(role)}
+        built_in[role] = own_classes.get(Role.RewardModel, RewardModelWorker), {"config": model} | key
+    mapping = {}
+    for role in config.active_roles:
+        worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
+        if role in built_in and role != Role.Rollout:
+            arguments["shares_device"] = config.role_mapping[role] == config.role_mapping[Role.Rollout]
+        mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
+        mapping[role].plugins = config.plugins
+    return mapping
+
+
+def transport_to_copies(config: PPOConfig) -> str:
+    """How weights reach a detached maker's copies: as they reach engines, unless they go straight into these."""
+    rollout = config.actor_rollout_ref.rollout
+    return "object_store" if rollout.sends_directly else rollout.weight_transport
+
+
+def import_worker_class(role: str, path: str) -> type[Worker]:
+    """The class at `package.module.Class`. Raises ValueError if it cannot be imported, is not a Worker, or is that of a
+    custom role without `annotate`."""
+    try:
+        worker_class = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
+    except (Exception, SystemExit) as error:  # the module may raise anything
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"worker_classes.{role}={path} cannot be imported ({problem}): give package.module.Class, with the package "
+            "on PYTHONPATH."
+        ) from error
+    if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
+        raise ValueError(
+            f"worker_classes.{role}={path} is not a Worker: subclass verl_like.single_controller.worker.Worker."
+        )
+    if role not in set(Role) and "annotate" not in registered_methods(worker_class):
+        raise ValueError(
+            f"worker_classes.{role}={path} has no registered method annotate, by which a custom role adds columns to "
+            "the batch: add one, or correct the name of the role."
+        )
+    return worker_class
+
+
+def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) -> ResourcePoolManager:
+    """The pools of the configuration for its active roles or only some of them.
+
+    Training roles of a pool are one worker group, since they share a process, and the rollout engine is another.
+    """
+    mapping = {role: config.role_mapping[role] for role in roles or config.active_roles}
+    pools = [pool for pool, _ in process_groups(mapping)]
+    return ResourcePoolManager(
+        {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
+        mapping,
+        use_gpu=config.trainer.device == "cuda",
+        max_colocate_count=max(pools.count(pool) for pool in pools),
+    )
+
+
+def start_groups(
+    config: PPOConfig,
+    mapping: Mapping[str, RayClassWithInitArgs],
+    pools: ResourcePoolManager,
+    on_call: OnCall,
+    joint_trainer: JointTrainer | None = None,
+) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
+    """A worker group for each role, and the processes: (pool, roles, group). Training roles of one pool share their
+    processes. Reserves the pools, unless that was done."""
+    pools.create_resource_pool()
+    groups: dict[str, WorkerGroup] = {}
+    placement = []
+    for pool, roles in process_groups({role: config.role_mapping[role] for role in mapping}):
+        processes = RayWorkerGroup(
+            pools.get_resource_pool(roles[0]),
+            create_colocated_worker_cls({role: mapping[role] for role in roles}),
+            deadline_s=config.trainer.call_timeout_s,
+            on_call=on_call,
+            worker_env=joint_trainer.worker_env("+".join(roles)) if joint_trainer else None,
+        )
+        groups |= processes.spawn(roles)
+        placement.append((pool, roles, processes))
+    return groups, placement
+
+
+def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
+    """Loads the models of all groups, at the same time but for the rollout on a GPU, which comes after the others.
+
+    vLLM takes its share of the memory that is free, and asserts that nobody gives memory back while it measures that.
+    """
+    rollout = [group for role, group in groups.items() if role == Role.Rollout]
+    others = [group for role, group in groups.items() if role != Role.Rollout]
+    order = [others, rollout] if device == "cuda" else [[*rollout, *others]]
+    for together in order:
+        pending = [group.init_model.remote() for group in together]
+        for future in pending:
+            future.get()

@@ -1,0 +1,1 @@
+"""What every run has: its start and end, its record, report and trackers, and the processes it starts."""

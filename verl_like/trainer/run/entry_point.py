@@ -1,0 +1,27 @@
+"""What every `python -m verl_like.trainer.main_...` does around its run."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from verl_like.trainer.config.command_line import config_from_command_line
+from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.run import worker_template
+
+Schema = TypeVar("Schema", bound=RunConfig)
+
+
+@contextmanager
+def entry_point(
+    schema: type[Schema], rules: Callable[[Schema], Iterable[str]], name: str, usage: str, workers: Sequence[str]
+) -> Iterator[tuple[Schema, worker_template.WorkerTemplate | None]]:
+    """Around a run of `python -m verl_like.trainer.<name>`: its configuration, and on a CPU a template of the modules
+    `workers`. An interrupt ends the process with code 130."""
+    try:
+        command = f"python -m verl_like.trainer.{name}"
+        config: Any = config_from_command_line(schema, rules, sys.argv[1:], command, usage)
+        # On a GPU an import may start CUDA, which a fork cannot use.
+        yield config, worker_template.start(workers) if config.trainer.device == "cpu" else None
+    except KeyboardInterrupt:
+        sys.exit(130)

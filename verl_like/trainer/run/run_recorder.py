@@ -1,0 +1,387 @@
+"""Keeps the record of a run: its folder, metrics, timeline, console output and the report at the end."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from verl_like.protocol import Metric
+from verl_like.protocol.files import cut_file
+from verl_like.single_controller import CallEvent
+from verl_like.single_controller.failure import CallTimeout, WorkerError
+from verl_like.single_controller.ray.worker_group import RayWorkerGroup
+from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.config.compose import to_yaml
+from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.run.console import RunConsole
+from verl_like.trainer.run.display import Display, printable
+from verl_like.trainer.run.report import write_report
+from verl_like.trainer.run.timeline import Timeline
+from verl_like.trainer.run.tracking import Tracking
+from verl_like.trainer.state.checkpoint import (
+    PendingCheckpoint,
+    commit,
+    folder_of_step,
+    keep,
+    remove_partial,
+    renew,
+    set_aside,
+    steps,
+    write,
+)
+from verl_like.trainer.state.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
+from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW
+
+RECORDS = ("metrics.jsonl", "timeline.jsonl")
+"""Files that a resumed run cuts to their length at its checkpoint, and goes on with."""
+LAST_WAIT_S = 60.0
+"""Longest wait, when a run ends before its last step, for a checkpoint that is being written."""
+
+
+class UnknownMetric(ValueError):
+    """`trainer.best_ckpt_metric` is none of the validation's metrics, which the message names."""
+
+
+class RunRecorder:
+    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`; nothing is overwritten.
+
+    A resumed run goes on in its folder, where what it wrote after its checkpoint is cut off.
+    """
+
+    def __init__(self, config: RunConfig, display: Display, resumed: ResumedRun | None = None) -> None:
+        trainer = config.trainer
+        self.config, self.display, self.resumed = config, display, resumed
+        if resumed:
+            self.run_dir, self.lock = resumed.run_dir, resumed.lock
+            remove_partial(self.run_dir)
+            set_aside(self.run_dir, after=resumed.checkpoint.step)
+            for name in RECORDS:
+                cut_file(self.run_dir / name, resumed.checkpoint.state["files"][name])
+        else:
+            self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
+            self.lock = lock_run(self.run_dir)
+            write(self.run_dir / FINGERPRINTS, json.dumps(fingerprints_of(config), indent=1))
+        _link_latest(self.run_dir)
+        write(self.run_dir / "config.yaml", to_yaml(config))
+        self.timeline_file = open(self.run_dir / "timeline.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.timeline = Timeline(self.timeline_file, display)
+        self.redacted = config.redaction()
+        self.console = RunConsole(display, self.redacted)
+        self.tracking = Tracking(
+            trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.shown()
+        )
+        shown: dict[str, Any] = resumed.checkpoint.state["shown"] if resumed else {}
+        self.generations: list[dict[str, Any]] = shown.get("generations", [])
+        self.num_validations: int = shown.get("num_validations", 0)
+        best: dict[str, Any] = resumed.checkpoint.state.get("best", {}) if resumed else {}
+        is_there = best.get("step") in steps(self.run_dir)
+        self.best = best if is_there and best["metric"] == trainer.best_ckpt_metric else {}
+        """The step with the best validation so far, its metric, and the value it was compared by; or empty."""
+        self.has_best_metric = False
+        """Whether a validation reported `trainer.best_ckpt_metric`."""
+        self.placement: list[dict[str, str]] = []
+        self.metrics: dict[str, float] = {}
+        """Of the present step, without its times."""
+        self.seconds: dict[str, float] = {}
+        self.step_started = 0.0
+        self.is_in_step = False
+        """Whether the row of the present step is not written yet."""
+        self.saves_when_ended = False
+        """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
+        self.is_ending = False
+        self.begun: PendingCheckpoint | None = None
+        """A checkpoint of the present step, whose row is not written."""
+        self.pending: PendingCheckpoint | None = None
+        """A checkpoint that workers write."""
+        self.started = time.time()
+
+    def record(self, event: CallEvent) -> None:
+        """Adds a call of a worker to the timeline."""
+        self.timeline.record(event)
+
+    def say(self, note: str) -> None:
+        """Tells the user something on the console."""
+        self.console.say(note)
+
+    def show_placement(self, rows: list[dict[str, str]]) -> None:
+        """Shows where the run is placed, in place of what was shown before."""
+        self.placement = rows
+        if rows:
+            self.console.show_table("Placement", rows)
+
+    @contextlib.contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of a phase on the driver to the step's `timing_s/{phase}`."""
+        started = time.time()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.time() - started
+
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[None]:
+        """Calls within it are validation and do not count in the step's phases."""
+        self.timeline.is_validating = True
+        with self.timer("testing"):
+            yield
+        self.timeline.is_validating = False
+
+    @contextlib.contextmanager
+    def step(
+        self, step: int, total_steps: int, row: dict[str, float] | None = None
+    ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
+        """Times a step; metrics given to the yielded function are written when the step is complete.
+
+        `row` is what `row_so_far` was, where a run goes on within a step.
+        """
+        if not self.timeline.step:
+            self.console.start_training(total_steps)
+        self.timeline.start_step(step)
+        self.seconds = {}
+        self.step_started = time.time()
+        self.is_in_step = True
+        self.metrics = dict(row) if row else {"training/global_step": step}
+        yield self.log
+        metrics = self.metrics | _timings(self.seconds) if row else self.row_so_far()
+        self.tracking.log(metrics, step)
+        self.is_in_step = False
+        self.add_record()
+        self.console.show_step(step, total_steps, metrics)
+        if self.is_ending:
+            self.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
+
+    def log(self, metrics: Mapping[str, Metric | float]) -> None:
+        """Adds metrics to the row of the present step."""
+        numbers = {name: each.value if isinstance(each, Metric) else each for name, each in metrics.items()}
+        self.metrics |= numbers
+
+    def row_so_far(self) -> dict[str, float]:
+        """The metrics of the present step with its times until now."""
+        seconds = self.timeline.phase_seconds() | self.seconds | {"step": time.time() - self.step_started}
+        metrics = self.metrics | _timings(seconds)
+        metrics["perf/time_per_step"] = seconds["step"]
+        training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
+        if "perf/total_num_tokens" in metrics:
+            metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
+            metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.config.num_processes_of_run
+        if critical_path_seconds := self.timeline.critical_path_seconds():
+            metrics["perf/overlap"] = critical_path_seconds / training_seconds
+        return metrics
+
+    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
+        """A validation by itself, such as that before the first step, of which there is no checkpoint."""
+        self._value_of(metrics)
+        self.tracking.log(metrics, step)
+        self.console.show_validation(step, metrics)
+
+    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether this validation, after the step, has the best `trainer.best_ckpt_metric` so far.
+
+        The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the first
+        validation does not report it.
+        """
+        value = self._value_of(metrics)
+        if not value > self.best.get("value", -math.inf):
+            return False
+        self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
+        return True
+
+    def _value_of(self, metrics: dict[str, float]) -> float:
+        """`trainer.best_ckpt_metric` of a validation, its negative where less is better; NaN where there is none."""
+        name = self.config.trainer.best_ckpt_metric
+        if name is None:
+            return math.nan
+        if name not in metrics and not self.has_best_metric:
+            raise UnknownMetric(
+                f"trainer.best_ckpt_metric={name} is not what the validation reports; name one of these: "
+                f"{', '.join(sorted(metrics))}."
+            )
+        self.has_best_metric = True
+        value = metrics.get(name, math.nan)
+        return -value if name.endswith(("loss", "brier")) else value
+
+    def show_generations(
+        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
+    ) -> None:
+        """Shows `num_shown` rows of a validation batch, other ones each time, here and in the report."""
+        num_shown = min(num_shown, num_rows)
+        first = self.num_validations * num_shown
+        self.num_validations += 1
+        chosen = [generation_of_row((first + k) % num_rows) for k in range(num_shown)]
+        rows = [{name: _shown(self.redacted(text)) for name, text in row.items()} for row in chosen]
+        if rows:
+            self.generations = [*self.generations[:num_shown], *({"step": step} | row for row in rows)]
+            self.console.show_table(f"Generations at step {step}", rows)
+
+    def terminate(self, number: int, frame: Any) -> None:
+        """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves, or else now."""
+        if not self.saves_when_ended or self.is_ending:
+            self.begun = self.pending = None
+            raise KeyboardInterrupt
+        self.is_ending = True  # no more: a handler must not print while the console does
+
+    def begin_checkpoint(
+        self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
+    ) -> None:
+        """Keeps the state of a step until `commit_checkpoint` finds its files written.
+
+        Within a step it becomes the state at the step's end. Where it is committed before, the checkpoint has the row
+        so far, with which a run that goes on finishes the step.
+        """
+        assert self.pending is None and self.begun is None
+        self.begun = PendingCheckpoint(partial, step, state, groups)
+
+    def add_record(self) -> None:
+        """Adds the record so far to the state that was begun, with the row of the step if it is not written."""
+        if not self.begun:
+            return
+        state = self.begun.state | self.state_of_record()
+        if self.is_in_step:
+            state[LAST_ROW] = {name: float(value) for name, value in self.row_so_far().items()}
+        self.pending = replace(self.begun, state=state)
+        self.begun = None
+
+    def complete_checkpoint(self, step: int) -> None:
+        """The step's validation is recorded, too. Raises OSError."""
+        self.renew_checkpoint(step, {IS_COMPLETE: True})
+
+    def renew_checkpoint(self, step: int, changes: dict[str, Any]) -> None:
+        """Changes the state of a complete checkpoint. Raises OSError."""
+        renew(folder_of_step(self.run_dir, step), changes)
+        self._remove_old_checkpoints(self.best)
+
+    def state_of_record(self) -> dict[str, Any]:
+        """What a run that goes on has to know of the record so far, which is on the disk then."""
+        files = {}
+        for file in (self.tracking.jsonl, self.timeline_file):
+            os.fsync(file.fileno())
+            files[Path(file.name).name] = os.fstat(file.fileno()).st_size
+        shown = {"generations": self.generations, "num_validations": self.num_validations}
+        return {"files": files, "shown": shown, "best": self.best}
+
+    def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
+        """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest that are too many.
+
+        The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
+        """
+        self.add_record()
+        if self.pending is None or (files := self.pending.files(wait, timeout_s)) is None:
+            return
+        pending, self.pending = self.pending, None
+        commit(pending.partial, pending.step, pending.state, files)
+        self._remove_old_checkpoints(pending.state["best"])
+
+    def _remove_old_checkpoints(self, best: dict[str, Any]) -> None:
+        """Removes the oldest that are too many, but not the best one."""
+        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep, [best["step"]] if best else [])
+
+    def close(self, outcome: str) -> None:
+        """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
+        with self.lock:  # until the last write
+            self._close(outcome)
+
+    def _close(self, outcome: str) -> None:
+        self.begun = None  # of a step that has not ended
+        try:
+            self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)  # the run was interrupted or failed meanwhile
+        except (WorkerError, CallTimeout, OSError) as error:
+            self.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
+        remove_partial(self.run_dir)  # first: what follows needs room on the disk
+        self.console.close()
+        missing = self.tracking.close()
+        self.timeline_file.close()
+        metrics = _readable_rows(self.run_dir / "metrics.jsonl")
+        try:
+            self._write_report(outcome, metrics)
+        except Exception as error:  # names and texts of data and model are drawn; the run itself is complete
+            self.say(f"The report is not written: {type(error).__name__}: {error}")
+        self.say(f"\n{outcome}")
+        for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):
+            values = [row[name] for row in metrics if name in row]
+            if len(values) > 1:
+                self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
+        files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
+        files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
+        if self.best:
+            files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
+        for step in steps(self.run_dir):  # not those of checkpoints that are set aside
+            for model in sorted(folder_of_step(self.run_dir, step).glob("*/huggingface")):
+                files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
+        for sentence in missing:
+            self.say(f"  {sentence}")
+        self.say(f"  in {self.run_dir}:")
+        for name, what in files.items():
+            path = self.run_dir / name
+            if path.exists() and path.stat().st_size:
+                self.say(f"    {name:<40} {what}")
+
+    def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
+        write_report(
+            self.run_dir / "report.html",
+            title=self.redacted(f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"),
+            summary=self.redacted(f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s."),
+            metrics=metrics,
+            steps=self.timeline.last_steps(),
+            placement=self.placement,
+            generations=self.generations,
+            config=to_yaml(self.config),
+            display=self.display,
+        )
+
+
+def _timings(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"timing_s/{phase}": value for phase, value in seconds.items()}
+
+
+def _readable_rows(file: Path) -> list[dict[str, float]]:
+    """The rows of `metrics.jsonl`; of a run that was continued, an older one may be damaged, and is left out."""
+    rows = []
+    for line in file.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
+    return rows
+
+
+def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
+    """Pool, roles and processes of each worker group, a row a node; waits until they have started."""
+    rows = []
+    for pool, roles, group in groups:
+        nodes = group.worker_nodes
+        for node in dict.fromkeys(nodes):
+            ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
+            pids = ", ".join(str(group.worker_pids[rank]) for rank in ranks)
+            row = {"pool": pool, "node": node, "ranks": ", ".join(map(str, ranks)), "processes": pids}
+            rows.append(row | {"roles": " + ".join(roles)})
+    return rows
+
+
+def _shown(text: str, max_length: int = 240) -> str:
+    """On one line, its middle left out when it is long."""
+    if len(text) > max_length:
+        text = f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"
+    return printable(text).replace("\n", " ")
+
+
+def _new_run_dir(parent: Path) -> Path:
+    """Makes `parent/<date>_<time>`, numbered when two runs start in one second."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    run_dir, number = parent / stamp, 1
+    while run_dir.exists():
+        number += 1
+        run_dir = parent / f"{stamp}_{number}"
+    run_dir.mkdir(parents=True)
+    return run_dir
+
+
+def _link_latest(run_dir: Path) -> None:
+    """Makes `latest`, beside the run, a link to it."""
+    link = run_dir.parent / f".latest.{os.getpid()}"
+    link.unlink(missing_ok=True)  # of a killed process with this number
+    link.symlink_to(run_dir.name)
+    link.replace(run_dir.parent / "latest")

@@ -1,0 +1,244 @@
+"""Sends the metrics of each step to the trackers of `trainer.logger`; none holds up a step, or stops the run.
+
+A resumed run goes on in the run that each tracker had begun for it: `trackers.json` in its folder has their ids.
+"""
+
+import functools
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl_like.protocol.files import read_json
+from verl_like.trainer.state.checkpoint import write
+
+logger = logging.getLogger(__name__)
+
+IDS = "trackers.json"
+_MAX_ID_BYTES = 1 << 16
+MAX_WAITING = 1000
+"""Rows of metrics that wait for one tracker; further ones are left out there."""
+FINISH_S = 30.0
+"""Longest time that the end of a run waits for all trackers."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run when it starts."""
+
+    run_dir: Path
+    project: str
+    experiment: str
+    config: dict[str, Any]
+    run_id: str | None
+    """The tracker's id of its run, where this one goes on in it."""
+    next_step: int | None
+    """The step behind those that the run has already, or None where it has none."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A tracker that has started. One thread starts, uses and finishes it."""
+
+    log: Callable[[dict[str, float], int], object]
+    """Takes the metrics of a step."""
+    finish: Callable[[], object]
+    run_id: str | None = None
+    """The tracker's id of its run; None where the run's folder says enough."""
+
+
+class TrackerThread:
+    """Gives a tracker the rows of metrics in their order, from a thread of its own."""
+
+    def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.start = start
+        self.rows: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
+        """The rows that wait. None is the end of the run."""
+        self.num_given = 0
+        self.num_logged = 0
+        self.problem = ""
+        """Why the tracker lacks rows, where that is known."""
+        self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self.thread.start()
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Queues a row, unless `MAX_WAITING` rows wait; returns at once."""
+        self.num_given += 1
+        if self.rows.qsize() < MAX_WAITING:
+            self.rows.put((dict(metrics), step))
+        else:
+            self.problem = f"more than {MAX_WAITING} rows waited for it"
+
+    def end(self) -> None:
+        """Queues the end of the run; returns at once."""
+        self.rows.put(None)
+
+    def missing(self, deadline: float) -> str | None:
+        """Waits until `deadline`, by time.monotonic(), for the tracker's end, and says what it lacks, if anything.
+
+        A tracker that has not ended by then is left alone: its thread ends with the process.
+        """
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        num_missing = self.num_given - self.num_logged
+        if not num_missing and not self.thread.is_alive():
+            return None
+        problem = self.problem or f"it did not end within {FINISH_S:g} s"
+        return (
+            f"Tracker {self.name} lacks {num_missing} of {self.num_given} rows of metrics ({problem}); metrics.jsonl "
+            "has all of them."
+        )
+
+    def _run(self) -> None:
+        what = "does not start"
+        try:
+            tracker = self.start()
+            what = "failed"
+            while (row := self.rows.get()) is not None:
+                tracker.log(*row)
+                self.num_logged += 1
+            tracker.finish()
+        except (Exception, SystemExit) as error:  # whatever it is, the run goes on
+            self.problem = f"{type(error).__name__}: {error}"
+            logger.warning("Tracker %s %s and is off for the rest of the run: %s", self.name, what, self.problem)
+
+
+class Tracking:
+    """Appends every step to `metrics.jsonl` and passes it on to the named trackers."""
+
+    def __init__(
+        self, backends: Sequence[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]
+    ) -> None:
+        self.jsonl = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (line buffered: a killed run keeps its lines)
+        self.ids_file = run_dir / IDS
+        self.ids = _read_ids(self.ids_file)
+        self.ids_lock = threading.Lock()
+        next_step = _next_step(run_dir / "metrics.jsonl")
+        self.trackers: list[TrackerThread] = []
+        for name in backends:
+            if name in TRACKERS:
+                run = TrackedRun(run_dir, project, experiment, config, self.ids.get(name), next_step)
+                self.trackers.append(TrackerThread(name, functools.partial(self._start, name, run)))
+
+    def _start(self, name: str, run: TrackedRun) -> Tracker:
+        """Starts a tracker, and keeps the id of its run before that has any metrics."""
+        tracker = TRACKERS[name](run)
+        with self.ids_lock:
+            if tracker.run_id:
+                self.ids[name] = tracker.run_id
+            write(self.ids_file, json.dumps(self.ids))
+        return tracker
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Writes a row of metrics to the file and hands it to the trackers; waits for none of them."""
+        # JSON has no NaN; a metric that is not a number in a step has none there.
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.jsonl.write(json.dumps({"step": step} | finite) + "\n")
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
+
+    def close(self) -> list[str]:
+        """Ends the trackers within `FINISH_S`; returns a sentence for each that lacks rows."""
+        self.jsonl.close()
+        deadline = time.monotonic() + FINISH_S
+        for tracker in self.trackers:
+            tracker.end()
+        missing = [tracker.missing(deadline) for tracker in self.trackers]
+        return [sentence for sentence in missing if sentence]
+
+
+def _read_ids(file: Path) -> dict[str, str]:
+    """The ids of the trackers' runs; none, with a warning, from a file that is not as it was written."""
+    if not file.exists():
+        return {}
+    try:
+        ids = read_json(file, _MAX_ID_BYTES)
+        if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
+            raise ValueError("expected an object of texts")
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
+        return {}
+    return ids
+
+
+def _next_step(file: Path) -> int | None:
+    """The step behind that of the last row that can be read; None where there is no such row."""
+    for line in reversed(file.read_bytes().splitlines()):
+        try:
+            return int(json.loads(line)["step"]) + 1
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return None
+
+
+def _tensorboard(run: TrackedRun) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.next_step)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Tracker(log, writer.close)
+
+
+def _wandb(run: TrackedRun) -> Tracker:
+    import wandb
+
+    begun = wandb.init(
+        project=run.project,
+        name=run.experiment,
+        dir=str(run.run_dir),
+        config=run.config,
+        id=run.run_id,
+        resume="allow",
+    )
+    return Tracker(lambda metrics, step: begun.log(metrics, step=step), begun.finish, begun.id)
+
+
+def _trackio(run: TrackedRun) -> Tracker:
+    import trackio
+
+    name = run.run_id or f"{run.experiment} {run.run_dir.name}"  # it finds a run by this; an experiment has several
+    begun = trackio.init(project=run.project, name=name, config=run.config, resume="allow")
+    return Tracker(lambda metrics, step: begun.log(metrics, step=step), begun.finish, name)
+
+
+def _mlflow(run: TrackedRun) -> Tracker:
+    import mlflow
+
+    mlflow.set_experiment(run.project)
+    begun = mlflow.start_run(run.run_id, run_name=run.experiment)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    return Tracker(log, mlflow.end_run, begun.info.run_id)
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
+}
+
+
+def require_trackers(backends: Sequence[str]) -> None:
+    """Raises ValueError for a configured tracker whose package is not installed."""
+    for name in backends:
+        if name in TRACKERS and find_spec(name) is None:
+            raise ValueError(
+                f"trainer.logger has {name!r}, but the package {name} is not installed: "
+                f"pip install -e '.[{name}]', or leave it out of trainer.logger."
+            )

@@ -1,0 +1,111 @@
+"""A process that has imported what workers need. Each worker of a Ray that is started here is a fork of it.
+
+The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker with the command
+line `WorkerTemplate.command`, the script `worker_fork.py`, which asks the template for a fork and ends when that does.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from verl_like.claims import claim, remove_abandoned
+from verl_like.trainer.run import worker_fork
+
+
+@dataclass(frozen=True)
+class WorkerTemplate:
+    """A running template."""
+
+    process: subprocess.Popen[bytes]
+    folder: tempfile.TemporaryDirectory[str]
+    mark: TextIO
+    """What marks the folder as in use."""
+
+    @property
+    def command(self) -> str:
+        """What Ray starts workers with in place of Python."""
+        return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, f"{self.folder.name}/socket"])
+
+    def close(self) -> None:
+        """Ends the template; the workers live on."""
+        self.process.kill()
+        self.process.wait(timeout=60)
+        self.folder.cleanup()
+        self.mark.close()
+
+
+def start(modules: Sequence[str]) -> WorkerTemplate:
+    """Starts a template that imports these modules, and returns at once. The template ends with this process.
+
+    What templates of killed processes left is removed.
+
+    No module may import Ray, which reads the environment when it is imported: each worker has another environment.
+    """
+    remove_abandoned(Path(tempfile.gettempdir()), "verl_like_*")
+    folder = tempfile.TemporaryDirectory(prefix="verl_like_")
+    mark = claim(Path(folder.name))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder.name}/socket")  # only this user can open the folder
+        listener.listen(128)
+        command = [sys.executable, "-m", "verl_like.trainer.run.worker_template", str(listener.fileno()), *modules]
+        # Libraries read the number of threads when they are loaded; a fork sets its own.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
+    return WorkerTemplate(process, folder, mark)
+
+
+def serve(listener: socket.socket, modules: Sequence[str]) -> None:
+    """Imports, then forks a worker for each connection until standard input ends. Returns in workers alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles an interrupt of the terminal
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombie
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # forks then do not collect these objects, whose memory stays shared
+    while sys.stdin.buffer not in select.select([listener, sys.stdin.buffer], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _become_worker(connection)
+            return
+        connection.close()
+    # Without the end of Python, in which libraries list on the terminal of a killed driver what they still hold.
+    os._exit(0)
+
+
+def _become_worker(connection: socket.socket) -> None:
+    """Runs the script of a connection as a new process would; the connection ends with it."""
+    message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    while not message.endswith(b"\0"):
+        message += connection.recv(1 << 20)
+    request = json.loads(message[:-1])
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv[:] = request["arguments"]
+    if (torch := sys.modules.get("torch")) and "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which torch read as it was imported
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    number, *names = sys.argv[1:]
+    serve(socket.socket(fileno=int(number)), names)
